@@ -3,10 +3,10 @@
     python -m benchmarks.day --traces DIR [--scale 0.02] [--gpus N] [--write]
 
 The program simulates the first ten hours of BurstGPT, compressed to twelve minutes, on the number of GPUs that
-`recompute` needs for the goal (at another `--scale` it is searched for). It runs three times: all GPUs serve; they park
-and drop; they also have endless offline requests, which are paused when online requests need memory. Offline tokens are
-valued at the GPU-seconds they would cost on GPUs without online work. DIR is that of `benchmarks.parking`; `--write`
-puts the table and the figure into docs/parking.md.
+`recompute` needs for the goal (a search finds it for another `--scale`). It runs three times: first all GPUs serve,
+then they park and drop, and then they also run endless offline requests, which are paused when online requests need
+memory. Offline tokens are valued at the GPU-seconds they would cost on GPUs without online work. DIR is as for
+`benchmarks.parking`; `--write` puts the table and the figure into docs/parking.md.
 """
 
 import argparse
@@ -116,9 +116,9 @@ def draw(days: Sequence[Day], trace: Trace, scale: float, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--scale", type=float, default=_DAY.time_scale, help="of time (%(default)s)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="that recompute needs")
-    parser.add_argument("--write", action="store_true", help="into docs/parking.md and docs/pictures/day.png")
+    parser.add_argument("--scale", type=float, default=_DAY.time_scale, help="time scale of the trace (%(default)s)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: as many as recompute needs)")
+    parser.add_argument("--write", action="store_true", help="update docs/parking.md and docs/pictures/day.png")
     args = parser.parse_args(argv)
     try:
         same = args.scale == _DAY.time_scale
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         alone = alone_per_s(one, offline)
         days = [simulated("recompute, always on", one, "recompute", None)]
         days.append(simulated("drop and park", one, BOTH, None))
-        days.append(simulated("drop and park, offline work beside", one, BOTH, offline))
+        days.append(simulated("drop and park, with offline requests", one, BOTH, offline))
         print(f"{count} GPUs; {alone:,.0f} offline tokens/s of a GPU with nothing else\n\n{table(days, alone)}")
         if args.write:
             quote(_PAGE, "day", table(days, alone))

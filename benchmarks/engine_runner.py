@@ -147,7 +147,7 @@ def transformers(job: Job) -> Generator[Callable[[], Tokens]]:
 
 def main(name: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries log to standard output: to stderr with it
+    os.dup2(2, 1)  # libraries log to standard output; send that to stderr
     job = json.loads(sys.stdin.readline())
     with {"ballast": ballast, "vllm": vllm, "transformers": transformers}[name](job) as run:
         print(json.dumps({"ready": name}), file=answers)

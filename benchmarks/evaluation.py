@@ -4,10 +4,10 @@
     python -m benchmarks.evaluation run PART ... [--traces DIR]       # continues after an interruption
     python -m benchmarks.evaluation write                             # tables and figures into the page
 
-Results of the runs are kept in --out (out/evaluation). `write` inserts them between the marks of the page, writes the
-figures next to it, and leaves parts that have not been run unchanged. With --traces, a folder with the published
-slices, comparisons also replay a real spike, and the long run the slice it is taken from; without it, only generated
-traces.
+Results of the runs are stored in --out (out/evaluation). `write` inserts them between the marks of the page, writes the
+figures next to it, and leaves parts that have not been run unchanged. --traces names a folder with the published
+slices. With it, comparisons also replay a real spike, and the long run replays the slice that contains it; otherwise
+only generated traces are used.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Command:
 
     @property
     def preset(self) -> str:
-        """Name of the model preset. Four workers share two cores, so theirs needs half the arithmetic."""
+        """Name of the model preset. With four workers on two cores, the model has half the arithmetic."""
         return "ballast" if self.workers == 2 else "ballast-half"
 
     def words(self) -> list[str]:
@@ -66,7 +66,7 @@ class Command:
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """A part of the evaluation. Each command writes to a folder of its name in the folder of the part."""
+    """A part of the evaluation. Each command writes to a folder named after it, within the part's folder."""
 
     name: str
     commands: dict[str, Command]
@@ -79,7 +79,7 @@ def parts(traces: Path | None) -> list[EvaluationPart]:
     long = {"workers-2": Command(2, 22, "twice:spike", restores)}
     if traces is not None:
         compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt", against)
-        # At half the real speed, as the duration of drops and restores does not scale.
+        # At half the real speed, because drops and restores are not sped up with the trace.
         long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("plan", "run", "write"))
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(p.name for p in parts(None))} (all)")
     parser.add_argument("--out", type=Path, default=Path("out/evaluation"))
-    parser.add_argument("--traces", type=Path, metavar="DIR", help=f"a folder with {SPIKE}")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help=f"folder that contains {SPIKE}")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--figures", type=Path, default=FIGURES)
     given = parser.parse_args(arguments)

@@ -165,9 +165,9 @@ def _label(model_name: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/experts"))
-    parser.add_argument("--cells", help="model:gpu,...; all by default")
+    parser.add_argument("--cells", help="cells as model:gpu,... (default: all)")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--write", action="store_true", help="only writes, into docs/")
+    parser.add_argument("--write", action="store_true", help="only write the results into docs/")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     words = [word.split(":") for word in given.cells.split(",")] if given.cells else []

@@ -3,17 +3,18 @@
     python -m benchmarks.fidelity --out out/fidelity
 
 The real run has two workers with a small model. The simulator and the emulated engine use the measurements of `ballast
-profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a step in
-excess of the engine's own, and of a request in excess of its steps. The four workloads are steady, bursty (limited by
-compute, where a drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and
-long prompts. Rates follow from profile and calibration, so that they fit any machine.
+profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: how much longer a step
+takes than the engine alone, and a request than its steps. The four workloads are steady, bursty (limited by compute,
+where a drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and long
+prompts. Rates follow from profile and calibration, so that they fit any machine.
 
 Workers, dispatcher and client share this machine's cores. The processor time that the other processes use per step and
 per token is measured with a few concurrent requests (benchmarks/fidelity_probes.py), and simulated. The remaining
 difference is calibrated on a further workload, with different lengths, rate and seed: steps and prompt tokens are
 slowed down by factors that make its mean TPOT and TTFT match. Both measurements are repeated before and after each of
-the four workloads, as a machine's speed varies; a workload is simulated with the mean of its neighbours. A pipeline is
-measured once, and assumed to slow down like single workers. Nothing is calibrated on the four compared workloads.
+the four workloads, because a machine's speed varies; a workload is simulated with the mean of its neighbours. A
+pipeline is measured once, and assumed to slow down like single workers. Nothing is calibrated on the four compared
+workloads.
 
 Goals: mean TTFT and TPOT within 15 % of the real run, P99 within 30 %, the same number of drops. Results on a busy
 machine are not meaningful.
@@ -74,7 +75,7 @@ from tools.model.tiny import make_preset
 
 WORKERS = 2
 BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512
-_KV_REQUESTS = 8  # requests of the longest workload that fit into a worker: a few random ones do not fill it
+_KV_REQUESTS = 8  # a worker's KV in requests of the longest workload: enough that a few random requests do not fill it
 _ONE_PIPELINE = ("--overload-policy", "static-pipeline", "--pipeline-degree", str(WORKERS))
 _GOALS = {"mean": 0.15, "p99": 0.30}
 SYSTEMS = ("real", "emulated", "simulated")
@@ -100,7 +101,7 @@ WORKLOADS = (
 CALIBRATION = FidelityWorkload("calibration", 320, 48, 0.2)
 _CALIBRATION_SEED = 7919  # added to the workloads' seeds
 _CALIBRATION_ROUNDS = 16
-_DAMPING = 0.6  # exponent of a correction, as each factor affects both TTFT and TPOT
+_DAMPING = 0.6  # exponent of a correction, because each factor affects both TTFT and TPOT
 _CALIBRATED_WITHIN = 0.01  # relative tolerance of mean TTFT and TPOT
 
 
@@ -131,7 +132,7 @@ class StageProfile:
         return BatchCost(parts.layer.batch_cost_s(chunks), head_s, parts.step.plus(parts.first).batch_cost_s(chunks))
 
 
-# ------------------------------------------------------------ what is run
+# ------------------------------------------------------------ workloads and runs
 
 
 def draw(workload: FidelityWorkload, machine: Machine, span_s: float, seed: int) -> Trace:
@@ -180,9 +181,9 @@ def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -
     step_s, sequence_s, together = fitted(seen.levels, whole, shared)
     request_s = max(0.0, seen.first_s - step_s - whole.chunk_cost_s(Chunk(0, PROMPT_TOKENS)))
     known = Overheads(step_s, request_s, sequence_s, contention=replace(shared, together=together))
-    # Without the third level: there, prompts of other requests are in the pipeline as well.
+    # The third level is left out, because prompts of other requests are in the pipeline there.
     missing_s = [level.tpot_s - pipelined_s(machine, profile, budget, known, level) for level in seen.pipelined[:2]]
-    # Each token takes one message from stage to stage, and one back to the leader.
+    # Each token takes one message between the stages, and one back to the leader.
     return replace(known, hop_s=max(0.0, statistics.fmean(missing_s)) / WORKERS)
 
 
@@ -447,8 +448,8 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
             console.print(f"around {name}:")
             simulations[name] = simulated(machine, profile, budget, known_from(looks[-2:]), trace)
     known = known_from(looks)
-    # The emulated worker runs the real code, so it has the overhead per step already. It waits, whereas a real engine
-    # would be slowed down by other processes.
+    # The emulated worker runs the real code, which already includes the overhead per step. Other processes slow a real
+    # engine down but not the emulated one, which only waits.
     file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0, sequence_s=0.0)))
     async with cluster_of(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)]) as cluster:
         emulated = {name: await served(cluster, trace, console) for name, trace in traces.items()}
@@ -477,9 +478,9 @@ def save(out: Path, results: Results) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="of the preset `ballast` on this machine")
-    parser.add_argument("--profile-seconds", type=float, default=30.0, help="how long to measure without one")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each workload")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="profile of the preset `ballast` on this machine")
+    parser.add_argument("--profile-seconds", type=float, default=30.0, help="time to measure without --profile")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each workload")
     parser.add_argument("--seed", type=int, default=1)
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))

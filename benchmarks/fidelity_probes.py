@@ -1,5 +1,5 @@
-"""Probes of a cluster on this machine for a comparison with its simulation: the time of a step in excess of the
-engine's own, and the processor time used by everything but the engines.
+"""Probes of a cluster on this machine for a comparison with its simulation. They measure how much longer a step takes
+than the engine alone, and the processor time used by everything but the engines.
 
 Identical requests are sent at several levels of concurrency: one in total, one per worker, and several per worker; then
 again with the workers as stages of one pipeline. Processor time is read from /proc for each process, except that of the
@@ -25,7 +25,7 @@ from tools.local.cluster import LocalCluster
 
 PROMPT_TOKENS = 64
 LONE_TOKENS, TOKENS = 24, 64  # answer tokens of a single request, and of each of several concurrent ones
-_ROUNDS, _LONE_ROUNDS = 5, 4  # rounds in total, and rounds of single requests among the others
+_ROUNDS, _LONE_ROUNDS = 5, 4  # rounds over all levels; measurements of single requests per round
 _EACH = (1, 4, 8)  # concurrent requests per worker
 _PIPELINED_EACH = (4, 16)
 _LEAST_S = 1e-5  # smaller processor times cannot be measured
@@ -107,7 +107,7 @@ async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Leve
 async def _levels(
     client: AsyncClient, cluster: LocalCluster, counts: Sequence[tuple[int, int]], background: float
 ) -> tuple[float, tuple[Level, ...]]:
-    """(TTFT of a single request, all levels). Levels are measured in turn, as the machine's speed varies."""
+    """(TTFT of a single request, all levels). The levels alternate, because the machine's speed varies."""
     made: list[list[tuple[float, float]]] = [[] for _ in counts]
     served_s = [0.0 for _ in counts]
     for _, (level, (count, _)) in itertools.product(range(_ROUNDS), enumerate(counts)):

@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen2.5-14B")
     parser.add_argument("--cluster", default="2xA100-40G")
-    parser.add_argument("--prompt", type=int, default=640, metavar="TOKENS", help="of each request of the burst")
+    parser.add_argument("--prompt", type=int, default=640, metavar="TOKENS", help="length of each prompt in the burst")
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     found = [run(seed, args.model, args.cluster, args.prompt) for seed in range(args.seeds)]

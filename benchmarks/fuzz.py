@@ -51,7 +51,7 @@ _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
 _READ_S = 0.1  # time limit for a message of a response stream: a watcher of an unchanged layout receives none
 _HTTP_S = 10.0
-_HONEST_EACH_S = 1.0  # pause of the real client between two requests, as each costs computation
+_HONEST_EACH_S = 1.0  # pause of the real client between two requests, because each one costs computation
 _RAW_SHARE = 0.02  # fraction of messages that are raw bytes for a port
 _HTTP_SHARE = 0.33  # fraction of messages that are requests to a gateway
 _SPOILT_EACH = 1_000  # messages per corrupted key of the state server
@@ -72,7 +72,7 @@ class FuzzReport:
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     waits_s: list[float] = field(default_factory=list[float])  # duration of each request of the real client
     ended: list[str] = field(default_factory=list[str])
-    same_tokens: bool = False  # the last answer to the real client is the first one
+    same_tokens: bool = False  # whether the last answer to the real client equals the first one
     different_count: int = 0  # answers in between that differ
 
     @property
@@ -332,7 +332,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--concurrent", type=int, default=_CONCURRENT, help="calls at a time")
+    parser.add_argument("--concurrent", type=int, default=_CONCURRENT, help="number of concurrent calls")
     parser.add_argument("--log-dir", type=Path, default=Path("out/fuzz"))
     args = parser.parse_args()
     began_s = time.monotonic()

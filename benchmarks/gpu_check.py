@@ -61,7 +61,7 @@ PARTS = (
         " what torch gives, and products in float8 nearly what dequantised matrices give",
         (
             "tests/unit/worker/engine/test_attention_cuda.py::test_kernel_equals_cpu",
-            "tests/unit/worker/engine/test_fused_kernels.py::test_on_the_device_they_give_what_torch_gives",
+            "tests/unit/worker/engine/test_fused_kernels.py::test_on_the_device_fused_kernels_equal_torch",
             "tests/unit/worker/engine/test_quantised.py"
             "::test_on_a_gpu_products_in_float8_are_near_those_of_dequantised_matrices",
         ),
@@ -69,7 +69,7 @@ PARTS = (
     CheckPart(
         "flashinfer",
         "attention by FlashInfer gives what the CPU gives, in bfloat16 and float16",
-        ("tests/unit/worker/engine/test_attention_flashinfer.py::test_on_a_gpu_it_gives_what_the_cpu_gives",),
+        ("tests/unit/worker/engine/test_attention_flashinfer.py::test_on_a_gpu_flashinfer_equals_the_cpu",),
         package="flashinfer",
     ),
     CheckPart(
@@ -99,7 +99,7 @@ PARTS = (
         "instances of two ranks that share the GPU, with sums over the host, say what one of one rank says, also while"
         " the first rank maps the other's memory and both drop and restore layers",
         (
-            "tests/integration/test_tensor_parallel.py::test_two_ranks_on_a_gpu_say_what_one_says",
+            "tests/integration/test_tensor_parallel.py::test_two_ranks_on_a_gpu_generate_the_tokens_of_one",
             "tests/integration/test_tensor_parallel.py::test_no_token_changes_through_drops_and_restores",
         ),
     ),
@@ -107,7 +107,7 @@ PARTS = (
         "sums",
         "two GPUs are one instance, with sums over NCCL: recorded or not they give the same tokens, also after layers"
         " were dropped and restored",
-        ("tests/integration/test_tensor_parallel.py::test_two_gpus_say_the_same_with_recorded_sums",),
+        ("tests/integration/test_tensor_parallel.py::test_two_gpus_generate_the_same_tokens_with_recorded_sums",),
         gpus=2,
     ),
 )

@@ -1,5 +1,5 @@
-"""Measures how fast Ballast computes and serves on this GPU, relative to the limits of memory and matrix units, on one
-page.
+"""Measures how fast Ballast computes and serves on this GPU, relative to the limits of memory and matrix units, and
+writes one page.
 
     python -m benchmarks.gpu_pace [--shape 8b] [--out out/gpu_pace.md] [--only decode sample prompt drop serve]
 

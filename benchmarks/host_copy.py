@@ -45,9 +45,9 @@ def _use(root: Path, layer_bytes: int, ready: "Queue[float]", leave: Event) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=1024, help="of parameters (1024)")
-    parser.add_argument("--workers", type=int, default=8, help="that map the copy at once (8)")
-    parser.add_argument("--root", type=Path, default=Path("/dev/shm"), help="where it lies (/dev/shm)")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the parameters (default: 1024)")
+    parser.add_argument("--workers", type=int, default=8, help="workers that map the copy at once (8)")
+    parser.add_argument("--root", type=Path, default=Path("/dev/shm"), help="folder of the copy (default: /dev/shm)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     layer_bytes = (options.mib << 20) // _LAYERS

@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--context", type=int, default=300)
-    parser.add_argument("--device-ms", type=float, default=8.0, help="time that the device takes for a step")
+    parser.add_argument("--device-ms", type=float, default=8.0, help="duration of a step on the device")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| rows | ahead | host's work a step, ms | device idle a step, ms |\n|---|---|---|---|")

@@ -205,8 +205,8 @@ async def measure(count: int, rounds: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", default="1000,10000", metavar="COUNTS", help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(%(default)s)")
+    parser.add_argument("--instances", default="1000,10000", metavar="COUNTS", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
     print(f"| instances | what | each | a second | of a core |\n|{'---|' * 5}")
     with silence():

@@ -3,10 +3,10 @@
 python -m benchmarks.neighbours
 python -m benchmarks.neighbours --flood 2000 --rounds 5
 
-Two workers on this machine compute a small model; callers have tokens, and processes, of their own. Bob sends eight
-requests at once, a few times, alone and while thousands of Alice's wait; before that one request every quarter of a
-second, alone and while hers arrive; then four streams of his run, alone and while her schema is compiled. For each it
-prints the P99 with and without her, and what became of her request.
+Two workers on this machine compute a small model. The callers, Alice and Bob, have separate tokens and processes. Bob
+is measured in three ways, each alone and then alongside Alice: one request every quarter of a second while thousands of
+her requests arrive, eight requests at once (repeated) while hers wait, and four streams while her schema is compiled.
+The program prints the P99 with and without Alice, and the outcome of her request.
 """
 
 import argparse
@@ -129,7 +129,9 @@ def _large_schema() -> str:
 def _with_schema(
     addresses: list[str], token: str, ca_file: Path, begin: Event, send: Event, fate: "Queue[str]"
 ) -> None:
-    """Set `begin` once connected; when `send` is set, send a request with a large schema and put what became of it."""
+    """Set `begin` once connected; when `send` is set, send a request with a large schema and put its outcome into
+    `fate`.
+    """
     sampling = SamplingParams(max_tokens=8, grammar=Grammar(GrammarKind.JSON_SCHEMA, _large_schema()))
 
     async def ask() -> str:
@@ -223,8 +225,8 @@ async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, obj
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flood", type=int, default=6000, help="requests of the other caller (6000)")
-    parser.add_argument("--rounds", type=int, default=3, help="of eight requests (3)")
+    parser.add_argument("--flood", type=int, default=6000, help="number of requests in Alice's flood (default: 6000)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of eight requests each (default: 3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(_measure(Path(folder), options.flood, options.rounds)), indent=2))

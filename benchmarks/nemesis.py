@@ -136,7 +136,7 @@ async def run_case(case: Case, model: Path, logs: Path, say: Callable[[str], Non
 
 
 def run_cases(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="A member of a pair stops, or dies in a change.")
+    parser = argparse.ArgumentParser(description="Stops a member of a pair, or kills it during a drop or a restore.")
     parser.add_argument("--seconds", type=float, nargs="+", default=[2, 4, 6, 9, 12, 20, 60, math.inf])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--logs", type=Path, default=Path("out/nemesis"))

@@ -8,7 +8,7 @@ offline requests as long as online ones, and Ballast's rules added one by one. c
 second) against P99 TTFT, for several bounds on TPOT. regret: cells of `benchmarks.regret` with policy drop, without and
 with offline work. The others have one A100-40G with Llama-2-7B, online requests of 1,024 + 128 tokens, and endless
 offline requests with the lengths of summarisation. tok/s counts prompts and answers. `--write` puts the table into
-docs/offline.md, with the commit of the code; runs of that commit are kept in `--out`.
+docs/offline.md, with the commit of the code; runs of that commit are stored in `--out`.
 
 Rivals: online work alone; priorities in one batch, as in other engines (a running request never yields to a waiting
 one); offline requests that yield at step boundaries, without a bound on the duration of steps.
@@ -55,7 +55,7 @@ class OfflineMode:
     target_s: float | None = None
     target_share: float | None = None  # TPOT target as a fraction of the P99 TPOT of online work alone
     offline: bool = True
-    by_class: bool = False  # offline requests merely have a lower priority
+    by_class: bool = False  # offline requests are only ordered by their lower priority
     mirrors: bool = True  # offline requests that yield keep their KV in host memory
     ttft_target_s: float | None = None  # if set, steps of only offline work are cut into slices of layers
 
@@ -189,7 +189,7 @@ def run(load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
         stop_after_s=load.seconds,
         offline=offline,
         classes=(PriorityClass.INTERACTIVE,),
-        fast_forwards=not mode.by_class,  # it would report offline tokens to the trace's clients
+        fast_forwards=not mode.by_class,  # it would report offline tokens to the online trace's clients
     )
     return outcome_of(World(options, load.arrivals).run(), load)
 
@@ -249,7 +249,7 @@ def table_of(found: dict[str, Outcomes]) -> str:
 
 
 def against_the_paper(figure: str, found: dict[str, Outcomes]) -> str:
-    """Markdown table of figures stated for ConServe (arXiv 2410.01228), beside those of these runs."""
+    """Markdown table of figures stated for ConServe (arXiv 2410.01228) and those of these runs."""
 
     def ttft(mode: OfflineMode) -> str:
         return _range([f"{1e3 * each[mode.name].ttft_p99_s:,.0f}" for each in found.values()])
@@ -289,7 +289,7 @@ def _range(values: Sequence[str]) -> str:
 
 
 class KeptRuns:
-    """Results of a commit's runs, kept in a file, so that a stopped benchmark resumes."""
+    """Results of a commit's runs, stored in a file, so that an interrupted benchmark can continue."""
 
     def __init__(self, folder: Path, commit: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -369,15 +369,15 @@ def figure(which: str, args: argparse.Namespace) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", choices=["5", "6", "7", "8", "curve", "regret"])
-    parser.add_argument("--seconds", type=float, default=150.0, help="of virtual time for each run (default: 150)")
+    parser.add_argument("--seconds", type=float, default=150.0, help="virtual time of each run (default: 150)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=float, default=0.3, help="for figure 5: share of the trace (default: 0.3)")
-    parser.add_argument("--load", default="", help="only loads whose name has this in it")
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="for 5 and regret: the folder of their traces")
+    parser.add_argument("--keep", type=float, default=0.3, help="for figure 5: fraction of the requests (default: 0.3)")
+    parser.add_argument("--load", default="", help="only loads whose name contains this")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="for 5 and regret: folder of the traces")
     parser.add_argument("--slices", default=_SLICES, help="for 5: names of traces (default: %(default)s)")
-    parser.add_argument("--cells", default=_QUICK, help="for regret: names or patterns (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out/offline"), help="for runs (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help=f"puts the table into {PAGE}")
+    parser.add_argument("--cells", default=_QUICK, help="for regret: names or patterns of cells (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/offline"), help="folder of the runs (%(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     if args.figure in ("5", "regret") and args.traces is None:
         parser.error(f"{args.figure} needs --traces DIR")

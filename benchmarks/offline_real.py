@@ -5,9 +5,9 @@
 The cluster has one emulated A100-40G with Llama-2-7B or, with `--cpu`, one worker that computes a random model with 8
 layers of width 512 (online requests of 64 + 24 tokens, offline ones of 256 + 24). Each round runs three modes one after
 the other, with the same arrivals: online work alone, priorities (offline requests have class default, online ones
-interactive) and ours. The table gives ratios within a round, since a busy machine slows all three down. Every token is
-checked: those of the emulated GPU against the tokens that it must generate, those of the small model's online requests
-against the same requests without offline work.
+interactive) and Ballast's offline class. The table gives ratios within a round, since a busy machine slows all three
+down. Every token is checked: those of the emulated GPU against the tokens that it must generate, those of the small
+model's online requests against the same requests without offline work.
 """
 
 import argparse
@@ -178,11 +178,11 @@ async def run(args: argparse.Namespace, folder: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="a small model on this machine's CPU")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each measurement (default: 40)")
+    parser.add_argument("--cpu", action="store_true", help="use a small model on this machine's CPU")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals per measurement (default: 40)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         before = os.getloadavg()[0]

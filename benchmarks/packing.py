@@ -91,7 +91,9 @@ def table(found: Sequence[PackingCell]) -> str:
 
 
 def against_the_paper(found: Sequence[PackingCell]) -> str:
-    """Markdown table: the paper's claims beside MELL as printed, repaired, and lean, as ranges over all cells."""
+    """Markdown table: the paper's claims next to results of MELL as printed, MELL repaired, and lean, as ranges over
+    all cells.
+    """
     by = {(cell.gpu, cell.load, cell.placement): cell.outcome for cell in found}
     places = sorted({(cell.gpu, cell.load) for cell in found})
 
@@ -150,9 +152,9 @@ def against_the_paper(found: Sequence[PackingCell]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=700.0)
-    parser.add_argument("--placement", default=",".join(PLACEMENTS), metavar="NAMES", help="of %(default)s")
-    parser.add_argument("--traces", type=Path, metavar="DIR", help=f"with {_AZURE}")
-    parser.add_argument("--write", action="store_true", help="puts the tables into docs/packing.md")
+    parser.add_argument("--placement", default=",".join(PLACEMENTS), metavar="NAMES", help="default: %(default)s")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help=f"folder that contains {_AZURE}")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/packing.md")
     args = parser.parse_args()
     placements = args.placement.split(",")
     try:

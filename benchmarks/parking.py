@@ -4,9 +4,9 @@
 
 Simulates GPU-seconds relative to the constant number of GPUs that `recompute` needs for the same goal, in a pool of
 that size. DIR has published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. `--search`
-finds the number of GPUs that `recompute` needs again. `bar`: the most GPU-seconds allowed. The bars of the first five
-slices are those of the study that motivated parking; the last three were held out during its development. `soon`:
-number of parked instances that were needed again within a minute.
+repeats the search for the number of GPUs that `recompute` needs. `bar`: the most GPU-seconds allowed. The bars of the
+first five slices are those of the study that motivated parking; the last three were held out during its development.
+`soon`: number of parked instances that were needed again within a minute.
 """
 
 import argparse
@@ -97,9 +97,9 @@ def row(name: str, traces: Path, policy: str, *, search: bool) -> tuple[str, boo
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--slices", default=",".join(SLICES), metavar="NAMES", help="(all)")
-    parser.add_argument("--policy", default=BOTH, metavar="NAME", help="(%(default)s)")
-    parser.add_argument("--search", action="store_true", help="how many GPUs recompute needs")
+    parser.add_argument("--slices", default=",".join(SLICES), metavar="NAMES", help="slices to simulate (default: all)")
+    parser.add_argument("--policy", default=BOTH, metavar="NAME", help="policy with its knobs (default: %(default)s)")
+    parser.add_argument("--search", action="store_true", help="search for the number of GPUs that recompute needs")
     args = parser.parse_args(argv)
     names = args.slices.split(",")
     try:

@@ -38,8 +38,8 @@ _POLICIES: dict[str, list[str]] = {
     "drop and park": ["--overload-policy", "drop", "--park", "on"],
 }
 _LOOK_S = 0.25
-_MOST_TTFT = 1.25  # maximum TTFT, relative to the static cluster's, unless half of the goal is more
-_MOST_ON = 0.6  # maximum, relative to the static cluster's instance-seconds
+_MOST_TTFT = 1.25  # maximum TTFT relative to the static cluster's, unless half of the goal is more
+_MOST_ON = 0.6  # maximum instance-seconds relative to the static cluster's
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,10 @@ async def compare(args: argparse.Namespace, folder: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--workers", type=int, default=8, metavar="N", help="(%(default)s)")
-    parser.add_argument("--dispatchers", type=int, default=2, metavar="N", help="(%(default)s)")
-    parser.add_argument("--begin-s", type=float, default=120.0, metavar="S", help="of the trace (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=200.0, metavar="S", help="of the trace (%(default)s)")
+    parser.add_argument("--workers", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--dispatchers", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--begin-s", type=float, default=120.0, metavar="S", help="start in the trace (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=200.0, metavar="S", help="part of the trace (%(default)s)")
     args = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -4,9 +4,9 @@
 
 Benefit: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive at
 random. The program measures the time from an arrival during an offline-only step until the step is preempted, and the
-longest slice. The same for the CPU engine, a model with 8 layers in slices of 2: alone, in the second of two stages,
-and in two ranks, from a random moment of a step until it has been preempted. Cost: the thread's processor time for
-steps of 64 prompt tokens of that model on one core, alternately whole and in 4 slices.
+longest slice. On the CPU engine, a model with 8 layers runs in slices of 2 layers: alone, as the second of two stages,
+and on two ranks. The program measures the time from a random moment of a step until the step is preempted. Cost: the
+thread's processor time for steps of 64 prompt tokens of that model on one core, alternately whole and in 4 slices.
 """
 
 import argparse
@@ -156,7 +156,7 @@ async def _arrive(shell: WorkerShell, heard: Reactions, arrivals: int, rng: rand
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30.0):
-        while not condition():  # noqa: ASYNC110 - the engine's thread brings it about
+        while not condition():  # noqa: ASYNC110 - the engine's thread makes it true
             await asyncio.sleep(0.001)
 
 
@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"write the figures into {PAGE}")
     args = parser.parse_args()
     found, slice_s = asyncio.run(react(args.arrivals, args.seed))
     print("\r", end="", file=sys.stderr)

@@ -165,13 +165,13 @@ class ServedByVllm:
     """vLLM's scheduler and cache manager."""
 
     def __init__(self, model_dir: Path, block_count: int) -> None:
-        # vLLM is untyped here, as it is no dependency of the project.
+        # vLLM is untyped here, because the project does not depend on it.
         config, interface = _module("vllm.config"), _module("vllm.v1.kv_cache_interface")
         utils, self._request = _module("vllm.v1.core.kv_cache_utils"), _module("vllm.v1.request")
         self._sampling, self._outputs = _module("vllm.sampling_params"), _module("vllm.v1.outputs")
         hashes = _module("vllm.utils.hashing").sha256
         cache = config.CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
-        cache.num_gpu_blocks = block_count + 1  # block 0 of vLLM is never given to a request
+        cache.num_gpu_blocks = block_count + 1  # vLLM never allocates block 0 to a request
         whole = config.VllmConfig(
             model_config=config.ModelConfig(
                 model=str(model_dir), skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST
@@ -308,11 +308,11 @@ def row(name: str, block_count: int, found: PrefixServing) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 4000, 8000], help="of 16 tokens")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 4000, 8000], help="KV blocks of 16 tokens")
     parser.add_argument("--span-s", type=float, default=180.0, help="in which sessions begin (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=[40, 300], help="of a turn, from and to")
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=[40, 300], help="of a turn: minimum and maximum")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)

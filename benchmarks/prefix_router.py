@@ -42,7 +42,7 @@ from benchmarks.quoting import code_commit, quote
 from sim.jobs.machines import catalogue_machine, stand_in
 from tools.local.cluster import LocalCluster, Service
 
-# Sends a (prompt, answer) of which only the answer's length counts. Returns (answer, arrival of its first token).
+# Sends (prompt, answer); of the answer only the length is used. Returns (answer, arrival of its first token).
 Ask = Callable[[tuple[int, ...], tuple[int, ...]], Awaitable[tuple[tuple[int, ...], float]]]
 
 
@@ -291,8 +291,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--span-s", type=float, default=60.0, help="in which sessions begin (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--router-python", type=Path, help="the interpreter of an environment with sglang-router")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--router-python", type=Path, help="interpreter of an environment with sglang-router")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         before = os.getloadavg()[0]

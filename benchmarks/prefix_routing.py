@@ -47,7 +47,7 @@ _TRACE_BLOCK_TOKENS = 512
 _SHARED_PIECES, _SHARED_PIECE_TOKENS, _SHARED_COUNT = 10, 256, 20  # pieces per prompt, tokens per piece, prefixes
 _CHAT_CELLS = "chat-13b-40g-x1.1,chat-14b-80g-x2,chat-70b-160g-x1"
 _HEAD = ("| | | requests | hits | P50 / P99 TTFT ms | P99, x cached | P50 TPOT ms |", f"|{'---|' * 7}")
-Told = Callable[[Sequence[str]], None]  # called with the rows so far, so that a run that is stopped early keeps them
+Told = Callable[[Sequence[str]], None]  # called with the rows so far, so that an interrupted run preserves them
 _AGAIN, _LEAST_GAP_S = 0.7, 8.0  # share of requests that continue a chat, where possible; minimum time between turns
 
 
@@ -211,8 +211,8 @@ def merged(before: str, command: str, rows: Sequence[str]) -> str:
 
 
 def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """The arrivals, with the same times and lengths, as turns of chats: at random, and if one is short enough, a
-    prompt begins with that of an earlier turn, otherwise with one of twenty common prefixes of 512 tokens.
+    """The arrivals as turns of chats, with unchanged times and lengths. A random prompt begins with the conversation of
+    an earlier turn if one is short enough; all others begin with one of twenty common prefixes of 512 tokens.
     """
     rng, last, next_id, made = random.Random(seed), list[Arrival](), 10_000, list[Arrival]()
     for arrival in arrivals:
@@ -260,14 +260,14 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.5)
     parser.add_argument("--span-s", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--trace", type=Path, help="lines of JSON with hash_ids")
-    parser.add_argument("--until-s", type=float, default=120.0, help="of that trace (default: 120)")
-    parser.add_argument("--host-bytes", type=parse_bytes, default=0, help="for --trace, over all instances")
+    parser.add_argument("--trace", type=Path, help="trace file: JSON lines with hash_ids")
+    parser.add_argument("--until-s", type=float, default=120.0, help="part of the trace to use (default: 120)")
+    parser.add_argument("--host-bytes", type=parse_bytes, default=0, help="for --trace: in all instances together")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.3, 0.7, 0.9], help="for shares")
-    parser.add_argument("--rate-per-s", type=float, default=4.0, help="for shares, of each instance (%(default)s)")
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="for regret: the folder of its traces")
-    parser.add_argument("--cells", default=_CHAT_CELLS, help="for regret (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--rate-per-s", type=float, default=4.0, help="for shares, per instance (%(default)s)")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="for regret: folder of the traces")
+    parser.add_argument("--cells", default=_CHAT_CELLS, help="for regret: names or patterns (%(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     before = quoted(PAGE, f"prefix-{args.what}")
 

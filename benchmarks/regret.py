@@ -103,7 +103,7 @@ class RegretRow:
 
     @property
     def is_at_the_brim(self) -> bool:
-        """True if recompute's peak demand just about fills the memory."""
+        """True if recompute's peak demand is close to the memory (within `BRIM`)."""
         plain = self.policies.get(PLAIN)
         return plain is not None and BRIM[0] <= plain.peak_demand <= BRIM[1]
 
@@ -321,7 +321,7 @@ def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
     factors = [max(a / b, b / a) for a, b in found]
     within = sum(factor <= 3.0 for factor in factors) / len(factors)
     return (
-        f"P99 TTFT as predicted beside what then happened, {len(found)} decisions: median error {median(factors):.2f} x"
+        f"P99 TTFT as predicted against the actual one, {len(found)} decisions: median error {median(factors):.2f} x"
         f" (goal 1.5), {within:.0%} within 3 x (goal 90 %)"
     )
 
@@ -358,7 +358,7 @@ def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None
 
 
 class RegretRuns:
-    """Figures of runs, kept in one file each."""
+    """Figures of runs, stored in one file each."""
 
     def __init__(self, out: Path, traces: Path | None) -> None:
         self._folder = out / "runs"
@@ -439,17 +439,17 @@ def export(folder: Path, traces: Path | None, cells: Sequence[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--signs", action="store_true", help="each change of the layout beside the same run without it")
-    mode.add_argument("--export", type=Path, metavar="DIR", help="write the traces of the cells there, and end")
+    mode.add_argument("--signs", action="store_true", help="compare each change of the layout with a run without it")
+    mode.add_argument("--export", type=Path, metavar="DIR", help="write the cells' traces to this folder and exit")
     parser.add_argument("--traces", type=Path)
-    parser.add_argument("--out", type=Path, help="default: out/regret, out/regret-signs")
-    parser.add_argument("--cells", default="*", help="names or patterns, separated by commas")
-    parser.add_argument("--policies", help="separated by commas; the last drop of them is judged")
-    parser.add_argument("--again", default="", help="policies whose runs are made anew")
-    parser.add_argument("--draws", type=int, help=f"of saturated cells ({_DRAWS}); with --signs of all (1)")
-    parser.add_argument("--quick", action="store_true", help="a handful of cells and policies, one draw")
+    parser.add_argument("--out", type=Path, help="folder for the runs (default: out/regret, or out/regret-signs)")
+    parser.add_argument("--cells", default="*", help="names or patterns of cells, separated by commas")
+    parser.add_argument("--policies", help="separated by commas; the last variant of drop is judged")
+    parser.add_argument("--again", default="", help="policies whose runs are repeated")
+    parser.add_argument("--draws", type=int, help=f"of saturated cells ({_DRAWS}); with --signs, of all cells (1)")
+    parser.add_argument("--quick", action="store_true", help="only a handful of cells and policies, with one draw")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--write", action="store_true", help="puts table and figure into docs/")
+    parser.add_argument("--write", action="store_true", help="write the table and the figure into docs/")
     given = parser.parse_args()
     given.out = given.out or Path("out/regret-signs" if given.signs else "out/regret")
     patterns = QUICK if given.quick and given.cells == "*" else given.cells.split(",")

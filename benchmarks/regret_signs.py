@@ -4,7 +4,7 @@ Each cell runs with drop, and once more for each drop and restore decided by its
 with no decisions afterwards. The requests that waited at that time or arrived until the end of the prediction are
 judged by the planner's own loss function and targets. A request still open two minutes later is taken to have waited
 until then. The planner drops if it predicts a loss at least a tenth lower; it restores unless it predicts a loss a
-tenth higher, so that most restores predict no difference and are counted separately.
+tenth higher. Restores are counted separately, because most of them predict no difference.
 """
 
 import argparse

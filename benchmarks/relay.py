@@ -6,8 +6,8 @@
 The workers' engines are timers; the rest is real: state server, workers, one dispatcher, gateways, and clients in
 separate processes. With 0 gateways clients speak gRPC to the dispatcher. Requests directly to a worker, over gRPC and
 over HTTP alternate in one run, at each of the rates; a row is marked as saturated if gRPC's median is more than twice
-that of an idle cluster. As all processes share the machine, their processor time per token is reported as well. With
---beside, every other call of each kind goes to a gateway of an older commit in the same cluster.
+that of an idle cluster. Because all processes share the machine, their processor time per token is reported as well.
+With --beside, every other call of each kind goes to a gateway of an older commit in the same cluster.
 """
 
 import argparse
@@ -376,7 +376,7 @@ def _percentiles_ms(times_s: Sequence[float]) -> list[float]:
     return [float(p) * 1e3 for p in np.percentile(times_s, [50, 90, 99])]
 
 
-# ---------------------------------------------------------------- beside an older gateway
+# ---------------------------------------------------------------- alongside an older gateway
 
 
 def _kinds() -> dict[str, bytes]:
@@ -498,8 +498,8 @@ async def _measure(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=600, help="of each stream")
-    parser.add_argument("--step-s", type=float, default=0.008, help="a worker's step")
+    parser.add_argument("--tokens", type=int, default=600, help="answer tokens of each stream")
+    parser.add_argument("--step-s", type=float, default=0.008, help="duration of a worker's step")
     parser.add_argument("--gateways", type=int, nargs="+", default=[0, 1], metavar="N", help="processes, one run each")
     parser.add_argument("--rate", type=float, nargs="+", default=[200.0], metavar="R", help="requests/s on each route")
     parser.add_argument("--seconds", type=float, default=15.0)

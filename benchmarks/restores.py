@@ -84,8 +84,8 @@ def _from_checkpoint(model: Path, memory_bytes: int, rounds: int) -> list[float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=1024, help="of the layers (1024)")
-    parser.add_argument("--rounds", type=int, default=3, help="restores of each kind in each of two turns (3)")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the layers (default: 1024)")
+    parser.add_argument("--rounds", type=int, default=3, help="restores of each kind, in each of two rounds (3)")
     options = parser.parse_args()
     took_s: dict[str, list[float]] = {"peers": [], "host copy": [], "checkpoint": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -182,15 +182,17 @@ def single_runs(trace: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="of the 640-s run; without, Poisson arrivals at its rate")
-    parser.add_argument("--rounds", type=int, default=1, help="of the growth curve")
-    parser.add_argument("--each", type=int, default=20, metavar="N", help="requests for each instance of that curve")
-    parser.add_argument("--only-growth", action="store_true", help="the curve, and nothing else")
+    parser.add_argument("--trace", type=Path, help="trace of the 640-s run; default: Poisson at its rate")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of the growth curve")
+    parser.add_argument("--each", type=int, default=20, metavar="N", help="requests per instance of that curve")
+    parser.add_argument("--only-growth", action="store_true", help="measure only the curve")
     parser.add_argument(
-        "--calls", action="store_true", help="function calls for each event instead of time: they repeat"
+        "--calls",
+        action="store_true",
+        help="count function calls per event instead of measuring time, since counts are reproducible",
     )
-    parser.add_argument("--instances", type=int, help="one run with so many, and nothing else")
-    parser.add_argument("--requests", type=int, default=100_000, help="of that run")
+    parser.add_argument("--instances", type=int, help="measure only one run, with this many instances")
+    parser.add_argument("--requests", type=int, default=100_000, help="number of requests of that run")
     args = parser.parse_args()
     if args.instances is not None:
         arrivals = poisson(args.requests, args.instances * RATE_PER_S)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.sizes --traces DIR [--limit 300]
 
-Five slices of `benchmarks.parking`, `bursty.csv` of this repository, three with answers of 1,000 to 4,000 tokens, and
-one limited by compute, on which nothing can be saved; the first `--limit` requests of each. Every number of GPUs from 1
-to one more than the result is simulated. DIR as for `benchmarks.parking`.
+The traces are five slices of `benchmarks.parking`, `bursty.csv` of this repository, three with answers of 1,000 to
+4,000 tokens, and one limited by compute, on which nothing can be saved. The first `--limit` requests of each are used.
+Every number of GPUs from 1 to one more than the result is simulated. DIR as for `benchmarks.parking`.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def exhaustive(one: SimJob, policy: str, slo: Slo, found: int) -> int | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--limit", type=int, default=300, metavar="N", help="requests of each (%(default)s)")
+    parser.add_argument("--limit", type=int, default=300, metavar="N", help="requests per trace (%(default)s)")
     args = parser.parse_args(argv)
     equal = True
     try:

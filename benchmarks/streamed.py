@@ -2,9 +2,9 @@
 
     python -m benchmarks.streamed [--write]
 
-Streaming is hidden as long as it takes no longer than a step. A batch has as many decodes as KV fits, with contexts of
-`_CONTEXT` tokens. Streamed layers need slots in device memory: two of a whole layer, or two of an eighth of one, if
-layers are streamed in parts. `--write` puts the table into its page under benchmarks/results.
+Streaming is hidden as long as it takes no longer than a step. A batch has as many decodes as the KV memory holds, with
+contexts of `_CONTEXT` tokens. Streamed layers need slots in device memory: two of a whole layer, or two of an eighth of
+one, if layers are streamed in parts. `--write` puts the table into its page under benchmarks/results.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from sim.hardware import Cluster, Gpu, ModelSpec, find_gpu, models, timings
 PAGE = Path(__file__).parent / "results/2026-11-27-streamed-layers.md"
 _CONTEXT = 1000
 _EIGHTH = 0.125  # of a layer
-_BUBBLES = 0.95  # share of a step during which both members of a pair compute
+_BUBBLES = 0.95  # fraction of a step during which both members of a pair compute
 _TIMINGS = timings()
 
 # Not in the catalogue: a fast link to host memory, and a card that a model almost fills.
@@ -133,7 +133,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into its page")
+    parser.add_argument("--write", action="store_true", help="write the table into its page")
     found = table()
     print(found)
     if parser.parse_args().write:

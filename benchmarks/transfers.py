@@ -297,13 +297,13 @@ def lifecycle(peer: TransferPeer, rounds: int) -> str:
 
 def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=2.0, help="per way and round")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each way in each round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stage-ms", type=float, default=10.0, help="execution of a stage")
-    parser.add_argument("--speeds", default="25,100,400,unlimited", help="MB/s, with commas between them")
+    parser.add_argument("--stage-ms", type=float, default=10.0, help="time that a stage executes")
+    parser.add_argument("--speeds", default="25,100,400,unlimited", help="link speeds in MB/s, separated by commas")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--devices", default="cpu,cpu", metavar="A,B", help="where tensors lie, on both sides")
-    parser.add_argument("--transport", default="auto", help="as of a worker")
+    parser.add_argument("--devices", default="cpu,cpu", metavar="A,B", help="devices of the tensors on the two sides")
+    parser.add_argument("--transport", default="auto", help="transport of the links, as for a worker")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     return parser
 

@@ -5,11 +5,11 @@ differs.
     python -m benchmarks.upgrade REF --old dispatcher gateway
     python -m benchmarks.upgrade REF --old dispatcher --backward
 
-A cluster of two current workers gets a third one from REF's tree. While requests run, workers are merged and restored
-twice: the old worker with a new one if they have the same protocol; otherwise the new ones, and the planner must refuse
-the old one. With `--old` those services are REF's, with `--backward` all others; the two workers are merged and
-restored. Half of the requests go through a gateway. Exit status 1 if a request failed, or if an answer differs from
-that of an idle cluster.
+A cluster of two current workers gets a third one from REF's tree. While requests run, two workers are merged and
+restored twice. If the old worker has the same protocol, it is one of them; otherwise both are current ones, and the
+planner must refuse the old one. With `--old` the named services run from REF instead of a third worker; with
+`--backward` all services except those do. Half of the requests go through a gateway. Exit status 1 if a request failed,
+or if an answer differs from that of an idle cluster.
 """
 
 import argparse
@@ -221,10 +221,10 @@ async def check(tree: Path, logs: Path, old_services: Sequence[Service]) -> Coun
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ref", help="commit, branch or tag that is older")
-    parser.add_argument("--old", nargs="+", choices=_SERVICES, default=[], help="services that are the older commit's")
-    parser.add_argument("--backward", action="store_true", help="all services but those of --old are")
-    parser.add_argument("--logs", type=Path, help="where logs stay; a temporary folder without it")
+    parser.add_argument("ref", help="older commit, branch or tag")
+    parser.add_argument("--old", nargs="+", choices=_SERVICES, default=[], help="services of the older commit")
+    parser.add_argument("--backward", action="store_true", help="run all other services from that commit")
+    parser.add_argument("--logs", type=Path, help="folder for logs (default: a temporary folder)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tree_of(args.ref) as tree:
         logs: Path = args.logs or Path(folder)

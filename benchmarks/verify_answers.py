@@ -65,8 +65,8 @@ class AnswerReference:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(exact_TV, noise_T): float64 logits at every token of the answer, and the most by which rounding may change
-        the difference of two of them.
+        """(exact_TV, noise_T): float64 logits at every token of the answer, and the maximum by which rounding may
+        change the difference between two of them.
         """
         ids = torch.tensor([[*prompt, *answer[:-1]]])
         exact_TV = self._exact(ids, use_cache=False).logits[0, len(prompt) - 1 :]
@@ -95,14 +95,14 @@ def verify(reference: AnswerReference, requests: Sequence[RequestResult]) -> Ver
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Re-compute recorded answers with transformers.")
-    parser.add_argument("--results", type=Path, required=True, help="made with --record-tokens")
+    parser = argparse.ArgumentParser(description="Recompute recorded answers with transformers.")
+    parser.add_argument("--results", type=Path, required=True, help="results file of a run with --record-tokens")
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--policy", help="whose answers; default: the only one")
-    parser.add_argument("--count", type=int, default=24, help="how many answers, spread over the trace")
-    parser.add_argument("--also", type=int, nargs="+", default=[], metavar="INDEX", help="and the answers to these")
-    parser.add_argument("--at-least", type=int, default=1, help="fail if there are fewer")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of the answers")
+    parser.add_argument("--policy", help="policy whose answers are verified (default: the only one)")
+    parser.add_argument("--count", type=int, default=24, help="answers to verify, spread over the trace")
+    parser.add_argument("--also", type=int, nargs="+", default=[], metavar="INDEX", help="verify these answers, too")
+    parser.add_argument("--at-least", type=int, default=1, help="fail if fewer answers can be verified")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of the served answers")
     args = parser.parse_args(arguments)
     try:
         policies = read_result(args.results).policies

@@ -1,9 +1,9 @@
 """`make compose-check`: runs docker-compose.yml as local processes and sends requests through all dispatchers.
 
 No container engine is needed. Replicas start in the order of their dependencies, with the file's commands and
-environment; the file's health checks decide when they are healthy; at the end all are stopped and must exit with status
-0. Only names, ports and paths are replaced (see `compose_file`), and the state server is this machine's Valkey or Redis
-with the file's flags.
+environment. The file's health checks decide when they are healthy. At the end all replicas are stopped and must exit
+with status 0. Only names, ports and paths are replaced (see `compose_file`), and the state server is this machine's
+Valkey or Redis with the file's flags.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Replica:
 
 
 class ComposeRun:
-    """Runs the services of a compose file on this machine. `folder`: for their volumes and logs."""
+    """Runs the services of a compose file on this machine. `folder` holds their volumes and logs."""
 
     def __init__(self, services: Mapping[str, ServiceSpec], scale: Mapping[str, int], folder: Path) -> None:
         unknown = set(scale) - set(services)
@@ -190,7 +190,7 @@ async def check_service(run: ComposeRun) -> None:
         address = dispatcher.address(50051)
         async with AsyncClient(address) as client:
             texts = [await client.generate(p, sampling, deadline_s=_ANSWER_WITHIN_S) for p in _PROMPTS]
-            # Enough tokens that they arrive in several chunks, however late this process reads.
+            # Enough tokens that they arrive in several chunks, even if this process reads late.
             many = replace(sampling, max_tokens=200)
             chunks = [chunk async for chunk in client.stream(_PROMPTS[0], many, deadline_s=_ANSWER_WITHIN_S)]
             await _wait_workers(client, len(run.of("worker")) + len(run.of("emulated-worker")))
@@ -285,7 +285,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.compose_check", description=__doc__)
     parser.add_argument("--file", type=Path, default=_ROOT / "docker-compose.yml")
     parser.add_argument("--scale", action="append", metavar="SERVICE=N", help="default: worker=2 and dispatcher=2")
-    parser.add_argument("--profile", action="append", default=[], metavar="NAME", help="as of docker compose: emulated")
+    parser.add_argument("--profile", action="append", default=[], metavar="NAME", help="of the file, such as emulated")
     args = parser.parse_args()
     given: list[str] = args.scale or ["worker=2", "dispatcher=2"]
     # SIGTERM ends the run like Ctrl-C, so that no process is left behind.

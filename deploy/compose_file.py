@@ -30,7 +30,7 @@ class ServiceSpec:
     depends_on: Mapping[str, str]  # service -> condition
     health_command: tuple[str, ...] | None
     published: tuple[str, ...] = ()
-    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])  # all keys as written. Any: of any type
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])  # all keys as written in the file. Any: of any type
 
     @property
     def own_ports(self) -> list[int]:

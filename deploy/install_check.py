@@ -99,7 +99,7 @@ def check_sdk(environment: Environment, wheel: Path) -> tuple[float, float]:
     The size includes dependencies, but not pip and bytecode. The import time is the best of five, with bytecode.
 
     Raises:
-        CheckFailed: packages of the cluster are installed, too.
+        CheckFailed: the SDK's wheel also installs packages of the cluster.
     """
     environment.install(str(wheel))
     site = environment.site_packages
@@ -197,7 +197,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.install_check", description=__doc__)
     parser.add_argument("--pythons", nargs="+", default=["python3.11", "python3.12", "python3.13"], metavar="PYTHON")
     parser.add_argument(
-        "--extras", default="local", help="of the cluster; with worker, which brings torch, the real engine"
+        "--extras",
+        default="local",
+        help="extras of the cluster to install; with worker, which brings torch, the real engine is used",
     )
     args = parser.parse_args()
     pythons: list[str] = args.pythons

@@ -1,7 +1,8 @@
 """`make kubernetes-check`: runs the manifests in deploy/kubernetes as local processes and sends requests through them.
 
-It is like `compose_check`, except for what Kubernetes does differently: pods do not wait for others to be healthy,
-readiness is probed as by a kubelet, pods know their names and addresses, and preStop hooks run before pods are stopped.
+It works like `compose_check`, with four differences as in Kubernetes: pods do not wait for others to be healthy,
+readiness is probed as a kubelet does, pods know their names and addresses, and preStop hooks run before pods are
+stopped.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Reads the manifests in deploy/kubernetes, and converts what pods run to the types of `compose_file`."""
+"""Reads the manifests in deploy/kubernetes, and converts their workloads to the types of `compose_file`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from deploy.compose_file import ServiceSpec
 
 SETTINGS = "ballast-settings"
 _WORKLOADS = ("Deployment", "StatefulSet")
-# Programs that probe like a kubelet: the gRPC health service, and HTTP.
+# Programs that probe readiness as a kubelet does: with the gRPC health service, and over HTTP.
 _GRPC = """
 import sys, grpc
 from grpc_health.v1 import health_pb2 as pb, health_pb2_grpc

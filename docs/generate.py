@@ -55,16 +55,16 @@ SERVICES: tuple[type[Settings], ...] = (
 )
 _HEAD = """# Configure
 
-Written by `make pages` from the settings classes; `python -m services.NAME --help` says the same.
+`make pages` generates this page from the settings classes; `python -m services.NAME --help` prints the same texts.
 
-| a setting is given as | example |
+| source of a setting | example |
 |---|---|
 | flag | `python -m services.worker --device-memory-bytes 16GiB --overload-policy drop` |
 | environment | `BALLAST_WORKER__DEVICE_MEMORY_BYTES=16GiB`, with two underscores between service and setting |
-| line of a YAML file | `--config FILE` or `BALLAST_CONFIG=FILE` |
+| YAML file | `--config FILE` or `BALLAST_CONFIG=FILE` |
 
-Flags beat the environment, which beats the file. One file serves all services, each reads its own section; a name that
-is not known is an error.
+Flags take precedence over the environment, and the environment over the file. All services can share one file: each
+reads its own section. An unknown name is an error.
 
 ```yaml
 worker:
@@ -74,13 +74,13 @@ monitor:
   dwell_s: 5
 ```
 
-`ballast up` hands the flags that it has on to the services, and the whole environment. What `BALLAST_ADDRESS`,
-`BALLAST_TOKEN`, `BALLAST_CA_FILE` and `BALLAST_TLS_DIR` mean to the command line and the SDK: [security](security.md).
+`ballast up` passes its flags and its environment to the services. For the variables `BALLAST_ADDRESS`, `BALLAST_TOKEN`,
+`BALLAST_CA_FILE` and `BALLAST_TLS_DIR` of the command line and the SDK see [security](security.md).
 """
 
 
-_DEV_HEAD = """Nobody who runs a cluster has a reason to choose these. They are given as `--dev NAME=VALUE`, as
-`BALLAST_WORKER__DEV={NAME: VALUE}`, or below `dev` of the file, for tests and comparisons.
+_DEV_HEAD = """These settings are for tests and comparisons; operators do not need them. They are set with
+`--dev NAME=VALUE`, with `BALLAST_WORKER__DEV={NAME: VALUE}`, or below `dev` in the file.
 """
 
 
@@ -89,7 +89,10 @@ def configure_page() -> str:
     shared["every service but the gateway"] = set(ServiceSettings.model_fields) - shared["every service"]
     lines = [_HEAD]
     for whom, names in shared.items():
-        lines += [f"## Of {whom}\n", *_table(f for f in ServiceSettings.model_fields.items() if f[0] in names)]
+        lines += [
+            f"## {whom.capitalize()}\n",
+            *_table(f for f in ServiceSettings.model_fields.items() if f[0] in names),
+        ]
     said = set[str]().union(*shared.values())
     for settings in SERVICES:
         name = settings.service
@@ -98,7 +101,12 @@ def configure_page() -> str:
             f"{settings.summary} `python -m services.{name}`, `BALLAST_{name.upper()}__...`\n",
             *_table(f for f in settings.model_fields.items() if f[0] not in said | settings.developer),
         ]
-    lines += ["## For developers\n", _DEV_HEAD, "| service | name | values | default | |", "|---|---|---|---|---|"]
+    lines += [
+        "## For developers\n",
+        _DEV_HEAD,
+        "| service | name | values | default | meaning |",
+        "|---|---|---|---|---|",
+    ]
     for settings in SERVICES:
         for name in sorted(settings.developer):
             field = settings.model_fields[name]
@@ -108,7 +116,7 @@ def configure_page() -> str:
 
 
 def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
-    yield "| flag | values | default | |"
+    yield "| flag | values | default | meaning |"
     yield "|---|---|---|---|"
     for path, field in fields:
         values = "no value" if any("ImplicitFlag" in repr(one) for one in field.metadata) else _values(field.annotation)
@@ -135,7 +143,7 @@ def _default(field: FieldInfo) -> str:
     if field.default_factory is not None or default is None:
         return ""
     if default is PydanticUndefined:
-        return "*needed*"
+        return "*required*"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     if isinstance(default, ByteSize):
@@ -166,7 +174,7 @@ def metrics_page(page: str) -> str:
 
 
 def metrics_table() -> str:
-    lines = ["| metric | of | labels | |", "|---|---|---|---|"]
+    lines = ["| metric | service | labels | meaning |", "|---|---|---|---|"]
     known: set[str] = set()
     for service, registry in _registries():
         for family in sorted(_families(registry), key=lambda family: family.name):

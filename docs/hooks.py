@@ -1,4 +1,4 @@
-"""What the site needs beside the pages: README as its first page, and links out of docs/ that work there too."""
+"""MkDocs hooks: add README as the first page of the site, and adapt links to files outside of docs/."""
 
 import re
 from pathlib import PurePosixPath
@@ -20,7 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """`../benchmarks/x.md` is there in the repository, and not on the site."""
+    """Link files outside of docs/, such as `../benchmarks/x.md`, to the repository, as they are not on the site."""
     return _LINK.sub(lambda link: link[1] + re.sub(r"^\.\./", _SOURCES, link[2]), markdown)
 
 

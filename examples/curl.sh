@@ -1,10 +1,10 @@
 #!/bin/sh
-# OpenAI's HTTP interface without any client: models, a completion, a chat as server-sent events, an error.
+# The OpenAI-compatible HTTP API with curl: models, a completion, a chat as server-sent events, an error.
 #
 #   ballast up               # in another terminal
 #   sh examples/curl.sh
 #
-# OPENAI_BASE_URL names another gateway than http://127.0.0.1:8000/v1; OPENAI_API_KEY is the token, where one is needed.
+# OPENAI_BASE_URL: URL of the gateway (default: http://127.0.0.1:8000/v1). OPENAI_API_KEY: token, if one is required.
 set -eu
 url="${OPENAI_BASE_URL:-http://127.0.0.1:8000/v1}"
 ask() { curl --silent --show-error --no-buffer -H "authorization: Bearer ${OPENAI_API_KEY:-unused}" "$@"; echo; }

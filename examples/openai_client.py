@@ -1,9 +1,9 @@
-"""A conversation through OpenAI's own client, unchanged: only the base URL is another one. `pip install openai`.
+"""A conversation through OpenAI's Python client with another base URL. Requires `pip install openai`.
 
     ballast up                        # in another terminal
     python examples/openai_client.py
 
-OPENAI_BASE_URL names another gateway than http://127.0.0.1:8000/v1; OPENAI_API_KEY is the token, where one is needed.
+OPENAI_BASE_URL: URL of the gateway (default: http://127.0.0.1:8000/v1). OPENAI_API_KEY: token, if one is required.
 """
 
 import os

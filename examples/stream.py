@@ -1,9 +1,9 @@
-"""An answer as it comes, over the SDK: gRPC, no HTTP in between. `pip install ballast-serve` is all that it needs.
+"""Streams an answer with the SDK, over gRPC. Requires only `pip install ballast-serve`.
 
     ballast up                                   # in another terminal
     python examples/stream.py "Once upon a time"
 
-BALLAST_ADDRESS names other dispatchers than 127.0.0.1:50051; several with commas.
+BALLAST_ADDRESS: addresses of the dispatchers, comma-separated (default: 127.0.0.1:50051).
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Many texts summarised beside online traffic, by OpenAI's own client: one batch, with progress; it may be interrupted.
+"""Summarises many texts as one batch with OpenAI's Python client, and shows the progress. It can be interrupted.
 
     ballast up --jobs jobs                                           # in another terminal
     python examples/summaries.py examples/prompts.jsonl summaries.jsonl
 
-Each line of the first file is {"id": ..., "prompt": TEXT}, each of the second {"id": ..., "text": SUMMARY}. The cluster
-has the batch, not this program: when it is started again with the same files, it finds it and goes on waiting.
+Each line of the input file is {"id": ..., "prompt": TEXT}, and each line of the output {"id": ..., "text": SUMMARY}.
+The cluster stores the batch: started again with the same files, this program finds it and continues to wait.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def awaited(ai: OpenAI, batch: Batch) -> Batch:
         try:
             batch = ai.batches.retrieve(batch.id)
         except (APIConnectionError, InternalServerError) as error:
-            print(f"the cluster is away ({error}); the batch is not lost", file=sys.stderr)
+            print(f"the cluster is unavailable ({error}); the batch is not lost", file=sys.stderr)
             continue
         counts = batch.request_counts
         if counts is not None and counts.total:
@@ -79,7 +79,7 @@ def awaited(ai: OpenAI, batch: Batch) -> Batch:
 
 
 def written(ai: OpenAI, batch: Batch, target: Path) -> int:
-    """How many have no summary."""
+    """Write the summaries and return the number of texts without one."""
     with target.open("w") as out:
         for line in ai.files.content(batch.output_file_id).iter_lines() if batch.output_file_id else ():
             said = json.loads(line)

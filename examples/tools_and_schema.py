@@ -1,9 +1,9 @@
-"""A tool call and an answer of a given form: even a model with random weights can only say what the schema lets it say.
+"""A tool call, and an answer that conforms to a JSON schema, even from a model with random weights.
 
-    ballast up                            # in another terminal; a model whose template knows tools
+    ballast up                            # in another terminal; with a model whose template supports tools
     python examples/tools_and_schema.py
 
-OPENAI_BASE_URL names another gateway than http://127.0.0.1:8000/v1; OPENAI_API_KEY is the token, where one is needed.
+OPENAI_BASE_URL: URL of the gateway (default: http://127.0.0.1:8000/v1). OPENAI_API_KEY: token, if one is required.
 """
 
 import json

@@ -43,7 +43,7 @@ class Lines:
         self._late_s[source, to] = late_s
 
     def holds(self, source: str, to: str, act: Act) -> bool:
-        """Hold back a message if it must not arrive now: `act` is then called later. Returns False if it may arrive
+        """Delay a message if it must not arrive now; `act` is then called later. Returns False if it may arrive
         now. Call this only if `troubled`.
         """
         line, now_s = (source, to), self._clock.now_s

@@ -21,7 +21,7 @@ class WorkerRules:
     report_interval_s: float
     lookahead: bool  # microbatches of equal cost; otherwise of equal token counts
     tpot_target_s: float | None = None  # target of the time per token; None: no target
-    ttft_target_s: float | None = None  # target of the TTFT: long steps of offline work get safepoints to meet it
+    ttft_target_s: float | None = None  # TTFT target: long steps of offline requests get safepoints to meet it
     offline_slowdown: float = 0.25  # maximum slowdown of a step by offline work, without a target
     swap_space_bytes: int = 0  # host memory per instance for KV of preempted requests; 0: recompute them
     swaps_online: bool = True  # False: only offline requests are swapped

@@ -192,7 +192,7 @@ class World:
         return not instance.crashed and instance.incarnation == incarnation
 
     def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> SimTimer:
-        """Set a timer by which workers notice a silent planner. It rings only in worlds with standbys or marks."""
+        """Set a timer with which workers detect a silent planner. It fires only in worlds with standbys or marks."""
         timer = SimTimer(act, epoch)
         if self._elects or self.options.marks:
             self.clock.after(delay_s, b"watchdog", timer.ring)

@@ -20,22 +20,22 @@ from tests.support import rotation
 # Set before grpc is imported, and for all child processes: gRPC's notices about closed connections are noise.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-# How long an example takes depends on the machine more than on the property.
+# The duration of an example depends on the machine more than on the property.
 settings.register_profile("ballast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ballast")
 
 pytest_plugins = ["tests.support.canaries"]
 
 
-DEVICE = "BALLAST_TEST_DEVICE"  # an environment variable, so that reading it needs no import of torch
+DEVICE = "BALLAST_TEST_DEVICE"  # an environment variable, so that it can be read without importing torch
 
 _TEST_TAKES_AT_MOST_S = 250
 _TIMEOUT_ENDS_IT_WITHIN_S = 120.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "driver", "cuda"), default="cpu", help="where tests of groups compute")
-    parser.addoption("--rotate", action="store_true", help="of the tests marked `rotating`, only this commit's share")
+    parser.addoption("--device", choices=("cpu", "driver", "cuda"), default="cpu", help="device for tests of groups")
+    parser.addoption("--rotate", action="store_true", help="run this commit's share of rotating tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

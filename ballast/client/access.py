@@ -49,7 +49,7 @@ class Access:
         tls = _SWITCH[switch] if tls is None else tls
         file, folder = ca_file or os.environ.get(CA_FILE), os.environ.get(TLS_DIR)
         if tls is False and ca_file is not None:
-            raise ConfigError("ca_file", "is given, so calls cannot go in the clear")
+            raise ConfigError("ca_file", "is given, so calls must use TLS")
         return cls(
             token=(os.environ.get(TOKEN) if token is None else token) or None,
             ca_file=_path(file) if tls is not False else None,
@@ -68,14 +68,14 @@ class Access:
         """Open a channel to a dispatcher, or to all dispatchers behind a host name.
 
         Raises:
-            ConfigError: the CA cannot be read, or a token would travel to another machine in the clear.
+            ConfigError: the CA cannot be read, or a token would be sent to another machine unencrypted.
         """
         if self.ca_file is not None or self.tls:
             from ballast.rpc.tls import trusting
 
             return open_channel(address, trusting(self.ca_file), to_all=True)
         if self.token is not None and self.tls is None and not _is_here(address):
-            why = f"would travel to {address} in the clear; give --ca-file FILE, {TLS}=1, or {TLS}=0 to allow it"
+            why = f"would be sent to {address} unencrypted; give --ca-file FILE, {TLS}=1, or {TLS}=0 to allow it"
             raise ConfigError("token", why)
         return open_channel(address, to_all=True)
 

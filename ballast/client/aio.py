@@ -63,7 +63,7 @@ class AsyncClient:
 
     Raises:
         InvalidRequest: an address is not host:port.
-        ConfigError: the CA cannot be read, or a token would travel to another machine in the clear.
+        ConfigError: the CA cannot be read, or a token would be sent to another machine unencrypted.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Unauthenticated(BallastError):
 
 
 class PermissionDenied(BallastError):
-    """The caller lacks a right."""
+    """The caller is not permitted to make this call."""
 
 
 class AlreadyExists(BallastError):
@@ -79,7 +79,7 @@ class StaleEpoch(BallastError):
 
 
 class NotPossible(BallastError):
-    """The call is not possible in the cluster's current state. Check `ballast status`, then decide anew."""
+    """The call is not possible in the cluster's current state. Check `ballast status` before trying again."""
 
 
 class NotActive(BallastError):

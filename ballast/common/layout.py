@@ -1,4 +1,4 @@
-"""The cluster layout: which instances serve together and who holds which layers."""
+"""The cluster layout: which instances serve together, and which layers each of them holds."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -117,7 +117,7 @@ def participants(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
 
 
 def lost_members(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
-    """The workers that `target` lacks and that shared a group with a member of `group` in `base`."""
+    """The workers that shared a group in `base` with a member of `group`, and that are not in `target`."""
     old = {w for worker_id in members_of(group) for w in members_of(group_of(base, worker_id))}
     return {worker_id for worker_id in old - set(members_of(group)) if group_of(target, worker_id) is None}
 

@@ -20,7 +20,7 @@ class Targets(NamedTuple):
     tpot_s: float = math.inf  # mean time per output token after the first (TPOT)
 
     def or_else(self, other: "Targets") -> "Targets":
-        """These targets, with missing ones taken from `other`."""
+        """These targets; missing ones are taken from `other`."""
         return Targets(
             other.ttft_s if math.isinf(self.ttft_s) else self.ttft_s,
             other.tpot_s if math.isinf(self.tpot_s) else self.tpot_s,

@@ -7,8 +7,8 @@ from ballast.common.ids import Epoch
 
 
 class TransitionKind(StrEnum):
-    DROP = "drop"  # instances merge into groups; layers held twice make room for KV
-    RESTORE = "restore"  # members get all layers back; groups dissolve
+    DROP = "drop"  # instances merge into groups, and drop replicated layers to make room for KV
+    RESTORE = "restore"  # members load all layers again; groups dissolve
 
 
 class Phase(StrEnum):

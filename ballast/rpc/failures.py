@@ -93,8 +93,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """Authenticate and count the call. It runs before the handler, in the handler's task.
 
         Raises:
-        Unauthenticated, PermissionDenied: the call is denied.
-        Overloaded: a limit is reached.
+            Unauthenticated, PermissionDenied: the call is denied.
+            Overloaded: a limit is reached.
         """
         caller = ANYBODY
         connection = context.peer()

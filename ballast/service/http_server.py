@@ -23,7 +23,7 @@ class HttpServer:
     """An HTTP(S) server on one port, which it binds when constructed.
 
     Raises:
-    ConfigError: the port is taken, the host does not exist, or a file of `tls_dir` cannot be used.
+        ConfigError: the port is taken, the host does not exist, or a file of `tls_dir` cannot be used.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ class LeaderAddress:
         self.current = fixed  # host:port; None before the first holder is found
 
     def confirm(self) -> None:
-        """Note that the current address has just answered as the leader, so that lookups can be less frequent."""
+        """Record that the current address has just responded as the leader, so that lookups can be less frequent."""
         self._answers = True
 
     async def follow(self) -> None:

@@ -65,34 +65,34 @@ ProcessCollector(registry=REGISTRY)
 
 INVARIANT_VIOLATIONS = Counter(
     "ballast_invariant_violations_total",
-    "Broken invariants of this process; anything but 0 is a bug of Ballast",
+    "Broken invariants in this process; any value but 0 is a bug in Ballast",
     registry=REGISTRY,
 )
 _BUILD = Gauge(
     "ballast_build_info",
-    "Always 1; what runs here is in the labels",
+    "Always 1; the labels identify the build and the process",
     ["version", "python", "service", "instance_id"],
     registry=REGISTRY,
 )
 LOST_LOG_LINES = Counter(
-    "ballast_log_lines_lost_total", "Log lines that could not be written, in whole or in part", registry=REGISTRY
+    "ballast_log_lines_lost_total", "Log lines that could not be written completely", registry=REGISTRY
 )
 CALL_FAILURES = Counter(
     "ballast_rpc_failures_total",
-    "Calls that ended by something nobody raised on purpose: malformed bytes, a client that went away, an exception",
+    "Calls that failed unexpectedly: malformed bytes, a disconnected client, an unhandled exception",
     ["method", "cause"],
     registry=REGISTRY,
 )
 TASK_FAILURES = Counter(
     "ballast_task_failures_total",
-    "Times a task of this process failed by something unforeseen and began anew, or was done without",
+    "Unexpected failures of background tasks, which were restarted or skipped",
     ["task", "cause"],
     registry=REGISTRY,
 )
 
 
 class Exposition(Collector):
-    """A registry's output with both additions. `model_name` is called on each scrape: at first the name is unknown."""
+    """A registry's output with both additions. `model_name` is called on each scrape; the name is unknown at first."""
 
     def __init__(self, registry: CollectorRegistry, instance: str = "") -> None:
         self.model_name: Callable[[], str] = str

@@ -1,4 +1,4 @@
-"""Finds models by name: a folder, or org/name[@revision] on a Hugging Face hub, kept in the standard cache.
+"""Finds models by name: a folder, or org/name[@revision] on a Hugging Face hub, stored in the standard cache.
 
 huggingface_hub downloads them. Its settings apply: HF_HOME (location of the cache), HF_HUB_OFFLINE=1 (use only the
 cache), HF_TOKEN (for gated models), HF_ENDPOINT (another hub).

@@ -8,7 +8,7 @@ from ballast.service.metrics import REGISTRY
 
 _REFUSED = Counter(
     "ballast_messages_refused_total",
-    "Messages of other services that made no sense, by sender",
+    "Refused invalid messages of other services, by sender",
     ["sender"],
     registry=REGISTRY,
 )

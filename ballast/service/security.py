@@ -37,7 +37,7 @@ CERTIFICATE_WARN_S = 30 * _DAY_S
 
 _REFUSED = Counter(
     "ballast_calls_refused_total",
-    "Calls that the caller had no right to: no token, an unknown one, a role that does not suffice, somebody else's id",
+    "Refused calls by reason: no or unknown token, insufficient role, id of another service",
     ["reason"],
     registry=REGISTRY,
 )
@@ -47,7 +47,7 @@ class _HandshakeMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "ballast_tls_handshakes_failed",
-            "TLS connections that no call has followed: of clients with a certificate of another CA, or without TLS",
+            "TLS connections without a call: the client had a certificate of another CA, or did not use TLS",
             HANDSHAKES.failed_count,
         )
 
@@ -69,7 +69,7 @@ class _Certificates(Collector):
         self._left_s(folder)
 
     def collect(self) -> Iterator[Metric]:
-        text = "Seconds for which this process's certificate is still valid"
+        text = "Remaining validity of this process's certificate, in seconds"
         family = GaugeMetricFamily("ballast_certificate_expires_seconds", text, labels=["folder"])
         for path, folder in self._folders.items():
             with contextlib.suppress(ConfigError):
@@ -141,19 +141,20 @@ class GuardedSettings(Settings):
     host: str = "127.0.0.1"
     """Address to listen on."""
     advertise_host: str | None = None
-    """Name or address under which others reach this service. Default: the host it listens on, or this machine's name if
-    that is 0.0.0.0."""
+    """Name or address under which other services reach this one. Default: the host it listens on, or this machine's
+    name if that is 0.0.0.0."""
     tls_dir: Path | None = None
-    """Folder with tls.crt, tls.key and ca.crt of this service, as `ballast certs` makes them. The other services then
-    need certificates of the same CA."""
+    """Folder with tls.crt, tls.key and ca.crt of this service, created by `ballast certs`. The other services then need
+    certificates of the same CA."""
     cluster_secret_file: Path | None = None
     """File with the secret that all services of the cluster share."""
     insecure: CliImplicitFlag[bool] = False
-    """Listen beyond this machine's loopback although anybody who reaches the port can then do anything."""
+    """Listen on addresses other than loopback without authentication: everybody who reaches the port may do
+    everything."""
     log_level: LogLevel = "info"
-    """The least important messages to log."""
+    """Minimum level of logged messages."""
     log_format: LogFormat = "console"
-    """Lines for people, or JSON for programs."""
+    """Format of the log: console for people, json for programs."""
 
 
 class ServiceSettings(GuardedSettings):
@@ -164,13 +165,13 @@ class ServiceSettings(GuardedSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus metrics; 0: no metrics."""
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """The state server: redis://HOST:PORT/DB, or rediss:// for TLS."""
+    """URL of the state server: redis://HOST:PORT/DB, or rediss:// for TLS."""
     redis_user: str | None = None
     """ACL user at the state server."""
     redis_password_file: Path | None = None
-    """File with the password for the state server; a password in the URL is seen by others of this machine."""
+    """File with the password for the state server. A password in the URL is visible to other users of the machine."""
     redis_ca_file: Path | None = None
-    """CA of a state server at rediss://; default: the CAs of this machine."""
+    """CA certificate for a state server at rediss://. Default: the system's CAs."""
 
 
 class Security:
@@ -282,8 +283,8 @@ def admit_peer(method: str, context: _Context) -> Caller:
     """The `Admit` of services that other services call over TLS: authenticates the caller by its certificate.
 
     Raises:
-    Unauthenticated: the certificate contains no role.
-    PermissionDenied: the role may not call the method.
+        Unauthenticated: the certificate contains no role.
+        PermissionDenied: the role may not call the method.
     """
     role, identity = _identity_of(context)
     if role is None:

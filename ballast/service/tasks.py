@@ -86,7 +86,7 @@ def note_failure(task: str, error: BaseException) -> None:
 
 
 class Work(asyncio.TaskGroup):
-    """A task group that starts no task once it has begun to end.
+    """A task group that ignores new tasks once it is ending.
 
     Streams and requests end after the task that owns this group, and their events may still try to start work.
     """

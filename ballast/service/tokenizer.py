@@ -8,7 +8,7 @@ from ballast.common.errors import ConfigError
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """Load `tokenizer.json` of a checkpoint, with padding and truncation, which training may have left on, turned off.
+    """Load `tokenizer.json` of a checkpoint, and disable padding and truncation, which training may have enabled.
 
     Raises:
         ConfigError: the file is missing or corrupt.

@@ -45,8 +45,10 @@ def _sum(metric: str, by: str = "") -> str:
 
 REQUESTS: Final = (
     Panel("Time to first token", "s", _quantiles("ballast_request_ttft_seconds"), "From a request's arrival."),
-    Panel("Time per token", "s", _quantiles("ballast_request_tpot_seconds"), "Mean of a request, after its first."),
-    Panel("Time in the backlog", "s", _quantiles("ballast_request_queue_time_seconds"), "Before a worker has it."),
+    Panel(
+        "Time per token", "s", _quantiles("ballast_request_tpot_seconds"), "Mean per request, after its first token."
+    ),
+    Panel("Time in the backlog", "s", _quantiles("ballast_request_queue_time_seconds"), "Until placed on a worker."),
     Panel(
         "Requests waiting and running",
         "short",
@@ -67,12 +69,12 @@ REQUESTS: Final = (
             "generated": _rate("ballast_generation_tokens_total"),
         },
     ),
-    Panel("End to end", "s", _quantiles("ballast_request_e2e_seconds")),
+    Panel("End-to-end latency", "s", _quantiles("ballast_request_e2e_seconds")),
     Panel(
         "Longest time between two tokens",
         "s",
         _quantiles("ballast_request_longest_gap_seconds"),
-        "What a reader notices of a drop, a restore, a replay or a long prompt beside.",
+        "Per request: the visible effect of a drop, a restore, a replay, or another request's long prompt.",
     ),
     Panel(
         "Replays, moves and recalls per second",
@@ -87,14 +89,14 @@ REQUESTS: Final = (
 
 MEMORY: Final = (
     Panel(
-        "KV: wanted, there, and there without a drop",
+        "KV: demand and capacity",
         "bytes",
         {
-            "wanted": "max(ballast_cluster_kv_demand_bytes)",
-            "there": "max(ballast_cluster_kv_capacity_bytes)",
-            "with all parameters": "max(ballast_cluster_kv_undropped_bytes)",
+            "demand": "max(ballast_cluster_kv_demand_bytes)",
+            "capacity": "max(ballast_cluster_kv_capacity_bytes)",
+            "capacity with all parameters": "max(ballast_cluster_kv_undropped_bytes)",
         },
-        "Where the first line would cross the third, parameters are dropped, and the second one rises.",
+        "When demand approaches the capacity with all parameters, parameters are dropped and the capacity rises.",
     ),
     Panel(
         "Device memory of all workers",
@@ -106,7 +108,7 @@ MEMORY: Final = (
         "KV in use, by worker",
         "percentunit",
         {"{{worker}}": "max by (worker) (ballast_worker_kv_usage_fraction)"},
-        "As the dispatchers see the leaders of groups.",
+        "Group leaders only, as reported to dispatchers.",
     ),
     Panel(
         "Groups by size", "short", {"{{members}} workers": "max by (members) (ballast_layout_group_size)"}, stacked=True
@@ -126,7 +128,7 @@ MEMORY: Final = (
         },
     ),
     Panel(
-        "Longest pause of a request in a transition",
+        "Longest stall of a request in a transition",
         "s",
         {
             "p50": "histogram_quantile(0.5, sum by (le) (ballast_transition_stall_seconds_bucket))",
@@ -137,38 +139,38 @@ MEMORY: Final = (
     Panel(
         "Instances",
         "short",
-        {"there": "max(ballast_instances)", "wanted": "max(ballast_instances_wanted)"},
-        "`wanted` is what an autoscaler may follow: what lasting demand needs, bursts left to drops.",
+        {"alive": "max(ballast_instances)", "wanted": "max(ballast_instances_wanted)"},
+        "An autoscaler can follow `wanted`: the number for sustained demand; drops absorb bursts.",
     ),
     Panel(
         "Preemptions per second",
         "short",
         {"preempted": _rate("ballast_preemptions_total")},
-        "Requests that gave up their KV: what a drop is to avoid.",
+        "Requests that lost their KV; drops avoid preemptions.",
     ),
     Panel(
-        "Stages of pipelines: busy",
+        "Busy time of pipeline stages",
         "percentunit",
         {
             "{{instance}}": f"rate(ballast_stage_busy_seconds_total{{{_MODEL}}}[$__rate_interval])",
         },
-        "Share of time in which a worker's stage executed a batch.",
+        "Fraction of the time in which a worker's stage executed a batch.",
     ),
     Panel(
-        "Processes: memory",
+        "Host memory of processes",
         "bytes",
         {"{{job}} {{instance}}": "process_resident_memory_bytes"},
-        "Beside the device budget.",
+        "Resident memory, in addition to the device budget.",
     ),
     Panel(
-        "Trouble",
+        "Problems",
         "short",
         {
             "broken invariants": "sum(ballast_invariant_violations_total)",
             "instances lost": "sum(ballast_instances_lost_total)",
-            "plans that did not suffice": "sum(ballast_plans_insufficient_total)",
+            "insufficient plans": "sum(ballast_plans_insufficient_total)",
         },
-        "Since the start of the processes; the first one must be 0.",
+        "Since the processes started; broken invariants must be 0.",
     ),
 )
 

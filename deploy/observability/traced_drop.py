@@ -195,8 +195,8 @@ async def traced(folder: Path) -> tuple[Collector, list[Json], list[Json]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.observability.traced_drop", description=__doc__)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="both traces in Jaeger's JSON form")
-    parser.add_argument("--otlp", type=Path, metavar="FILE", help="all spans as they were sent")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write both traces in Jaeger's JSON format")
+    parser.add_argument("--otlp", type=Path, metavar="FILE", help="write all spans as they were sent")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ballast-traced-") as folder:
         collector, request, drop = asyncio.run(traced(Path(folder)))

@@ -24,24 +24,26 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "ballast_gateway_requests",
-            "HTTP requests that have been answered or given up",
+            "HTTP requests that were answered or aborted",
             ["route", "status"],
             registry=registry,
         )
-        self.in_flight = Gauge("ballast_gateway_requests_in_flight", "HTTP requests being answered", registry=registry)
+        self.in_flight = Gauge("ballast_gateway_requests_in_flight", "HTTP requests in progress", registry=registry)
         self.generations = Gauge(
-            "ballast_gateway_generations_in_flight", "Requests at dispatchers: one for each choice", registry=registry
+            "ballast_gateway_generations_in_flight",
+            "Requests in progress at dispatchers, one per choice",
+            registry=registry,
         )
         self.ttft_s = Histogram(
             "ballast_gateway_ttft_seconds",
-            "From the head of a request to its first token",
+            "Time from a request's headers to its first token",
             ["route"],
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
         self.duration_s = Histogram(
             "ballast_gateway_request_seconds",
-            "From the head of a request to the end of its answer",
+            "Time from a request's headers to the end of its answer",
             ["route"],
             buckets=E2E_BUCKETS_S,
             registry=registry,
@@ -86,8 +88,8 @@ class ClusterGauges(Collector):
         backlog = sum(status.backlog_request_count for status in self._statuses)
         blocks = sum(load.block_count for load in loads)
         usage = sum(load.used_block_count for load in loads) / blocks if blocks else 0.0
-        running, waiting = "Requests that workers run", "Requests that wait at dispatchers and workers"
-        share = "Share of the KV blocks of all groups that are in use, 0 to 1"
+        running, waiting = "Running requests on all workers", "Waiting requests at dispatchers and workers"
+        share = "Fraction of the KV blocks of all groups in use, 0 to 1"
         for name, text, value in (
             ("vllm:num_requests_running", running, sum(load.running_count for load in loads)),
             ("vllm:num_requests_waiting", waiting, backlog + sum(load.waiting_count for load in loads)),

@@ -12,7 +12,7 @@ _APART_FRACTION = 0.1  # minimum distance of the two thresholds, against oscilla
 
 class MonitorSettings(ServiceSettings):
     service: ClassVar[str] = "monitor"
-    summary: ClassVar[str] = "Says which instances are there and how loaded they are."
+    summary: ClassVar[str] = "Tracks which instances are alive, and their load."
     developer: ClassVar[frozenset[str]] = frozenset(
         {"relief_threshold_fraction", "leadership_ttl_s", "shutdown_timeout_s"}
     )
@@ -20,26 +20,25 @@ class MonitorSettings(ServiceSettings):
     port: int = Field(default=50052, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
     monitor_id: str = Field(default_factory=lambda: f"monitor-{secrets.token_hex(4)}", min_length=1)
-    """Name of this replica. Default: made up at every start."""
+    """Name of this replica. Default: generated at every start."""
     leadership_ttl_s: float = Field(default=3.0, ge=0.3)
     """Seconds after which a silent active replica loses its role to a standby."""
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
-    """Seconds that open calls get to end."""
+    """Seconds for which open calls may finish."""
     lease_s: float = Field(default=3.0, gt=0)
-    """Seconds after which a silent instance counts as lost. Longer where machines or networks stop for a while: to take
-    an instance for lost costs all that runs on it."""
+    """Seconds after which a silent instance counts as lost. Increase it if machines or networks pause: all requests of
+    an instance that counts as lost are replayed."""
     step_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one engine step after which an instance counts as lost until the step ends. It depends on the engine:
-    an instance that compiles may be silent for a minute."""
+    """Seconds of one engine step after which an instance counts as lost until the step ends. It must exceed the longest
+    step: compilation may take a minute."""
     overload_threshold_fraction: float = Field(default=0.95, gt=0)
-    """The planner looks for something better once the forecast demand for KV is above this share of what there is: with
-    a lower one it looks earlier."""
+    """The planner considers a change when the forecast KV demand exceeds this fraction of the KV capacity."""
     relief_threshold_fraction: float = Field(default=0.8, gt=0)
-    """Dropped layers come back while demand is below this share of the KV memory that there is with all layers: the
-    rest is for the next burst."""
+    """Dropped layers are restored while demand is below this fraction of the KV capacity with all layers. The rest is
+    headroom for the next burst."""
     dwell_s: float = Field(default=3.0, ge=0)
-    """Least seconds between two transitions. Longer where bursts follow each other so quickly that drops and restores
-    do."""
+    """Minimum seconds between two transitions. Increase it if drops and restores alternate because bursts follow each
+    other quickly."""
 
     @model_validator(mode="after")
     def _thresholds_are_in_order(self) -> Self:

@@ -55,12 +55,12 @@ from services.monitor.policy.pressure import LongRequest, Overload, Relief, Sign
 _INSTANCES = Gauge("ballast_instances", "Instances that report to the monitor and count as alive", registry=REGISTRY)
 _KV_USAGE = Gauge(
     "ballast_instance_kv_usage_fraction",
-    "Share of the instance's KV blocks that are in use, 0 to 1",
+    "Fraction of the instance's KV blocks in use, 0 to 1",
     ["worker"],
     registry=REGISTRY,
 )
 _REPORT_AGE = Gauge(
-    "ballast_instance_report_age_seconds", "Time since the instance was last heard of", ["worker"], registry=REGISTRY
+    "ballast_instance_report_age_seconds", "Time since the instance's last report", ["worker"], registry=REGISTRY
 )
 _LOST = Counter(
     "ballast_instances_lost_total",
@@ -69,24 +69,24 @@ _LOST = Counter(
 )
 _STALE = Counter(
     "ballast_monitor_stale_announcements_total",
-    "Announcements of a worker's earlier process that were refused",
+    "Refused announcements of an earlier incarnation of a worker",
     registry=REGISTRY,
 )
 _SENT_AWAY = Counter(
     "ballast_monitor_watchers_sent_away_total",
-    "Watchers of events that were too slow and had to start over",
+    "Event watchers that were disconnected because they were too slow",
     registry=REGISTRY,
 )
 _KV_DEMAND = Gauge(
     "ballast_kv_demand_bytes",
-    "KV memory that the requests of a group want, queued ones included",
+    "KV memory needed by the requests of a group, including queued ones",
     ["leader"],
     registry=REGISTRY,
 )
 _KV_CAPACITY = Gauge("ballast_kv_capacity_bytes", "KV memory of a group", ["leader"], registry=REGISTRY)
 _CLUSTER_DEMAND = Gauge(
     "ballast_cluster_kv_demand_bytes",
-    "KV memory that all requests want, those in backlogs included",
+    "KV memory needed by all requests, including those in backlogs",
     registry=REGISTRY,
 )
 _CLUSTER_CAPACITY = Gauge("ballast_cluster_kv_capacity_bytes", "KV memory of all groups", registry=REGISTRY)
@@ -95,15 +95,15 @@ _CLUSTER_UNDROPPED = Gauge(
 )
 _OVERLOADS = Counter(
     "ballast_overloads_total",
-    "Times KV memory ran short or was about to: the planner was asked to drop",
+    "Overload signals: KV memory was short or about to be",
     registry=REGISTRY,
 )
 _RELIEFS = Counter(
-    "ballast_reliefs_total", "Times demand had fallen so far that dropped parameters could return", registry=REGISTRY
+    "ballast_reliefs_total", "Relief signals: demand was low enough to restore parameters", registry=REGISTRY
 )
 _LONG = Counter(
     "ballast_long_request_signals_total",
-    "Seconds in which a request waited for a group that holds it, or was about to outgrow its instance",
+    "Seconds in which a request waited for a group that can hold it, or was about to outgrow its instance",
     registry=REGISTRY,
 )
 

@@ -11,21 +11,22 @@ from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 
-_EPOCH = Gauge("ballast_layout_epoch", "Number of the layout in force; grows with every change", registry=REGISTRY)
+_EPOCH = Gauge("ballast_layout_epoch", "Epoch of the current layout; increases with every change", registry=REGISTRY)
 _GROUPS = Gauge(
-    "ballast_layout_groups", "Groups that serve; fewer than instances while parameters are dropped", registry=REGISTRY
+    "ballast_layout_groups", "Serving groups; fewer than instances while parameters are dropped", registry=REGISTRY
 )
 _WANTED = Gauge(
     "ballast_instances_wanted",
-    "Instances that should serve, by what is predicted; those that there are while nothing is known. Standby: 0",
+    "Number of instances that should serve, as predicted; the current number while unknown. 0 on a standby",
     registry=REGISTRY,
 )
 _STANDINGS = Gauge(
-    "ballast_instances_standing", "Instances of the layout by their standing", ["standing"], registry=REGISTRY
+    "ballast_instances_standing",
+    "Instances of the layout by state: serving, leaving, parked, waking",
+    ["standing"],
+    registry=REGISTRY,
 )
-_CHANGES = Counter(
-    "ballast_layout_changes_total", "Layouts that took effect while this planner watched", registry=REGISTRY
-)
+_CHANGES = Counter("ballast_layout_changes_total", "Changes of the layout observed by this planner", registry=REGISTRY)
 _WRITES = Counter(
     "ballast_layout_writes_total",
     "Attempts to write a layout to the state server, by outcome",
@@ -33,17 +34,19 @@ _WRITES = Counter(
     registry=REGISTRY,
 )
 _REJECTED = Counter(
-    "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
+    "ballast_instances_rejected_total", "Instances excluded because they serve another model", registry=REGISTRY
 )
 _KEPT_OUT = Gauge(
-    "ballast_instances_kept_out", "Instances that are put into no group: `ballast status` says why", registry=REGISTRY
+    "ballast_instances_kept_out",
+    "Instances excluded from all groups; `ballast status` shows the reason",
+    registry=REGISTRY,
 )
 _STALE = Counter(
-    "ballast_planner_stale_events_total", "Messages about a worker's earlier process, ignored", registry=REGISTRY
+    "ballast_planner_stale_events_total", "Ignored messages about an earlier incarnation of a worker", registry=REGISTRY
 )
 _TRANSITIONS = Counter(
     "ballast_transitions_total",
-    "Drops and restores by how they ended: done or aborted",
+    "Drops and restores by ending: done or aborted",
     ["kind", "ending"],
     registry=REGISTRY,
 )
@@ -55,20 +58,16 @@ _PHASES = Histogram(
     buckets=_DURATIONS_S,
     registry=REGISTRY,
 )
-_FREED = Counter(
-    "ballast_freed_parameter_bytes_total", "Parameter memory that drops have turned into KV cache", registry=REGISTRY
-)
+_FREED = Counter("ballast_freed_parameter_bytes_total", "Parameter memory freed for KV by drops", registry=REGISTRY)
 _EXCHANGED = Counter(
     "ballast_exchanged_kv_bytes_total",
-    "KV sent to another member when a drop took effect, or after a restore",
+    "KV exchanged between members in drops and restores",
     registry=REGISTRY,
 )
-_PULLED = Counter(
-    "ballast_pulled_parameter_bytes_total", "Parameters that restores have brought back", registry=REGISTRY
-)
+_PULLED = Counter("ballast_pulled_parameter_bytes_total", "Parameters loaded by restores", registry=REGISTRY)
 _VICTIMS = Counter(
     "ballast_transition_victims_total",
-    "Requests that a drop or restore moved, by fate: kept their KV, or recomputed it",
+    "Requests that were running when a drop or restore took effect, by fate of their KV: kept or recomputed",
     ["fate"],
     registry=REGISTRY,
 )
@@ -80,33 +79,33 @@ _STALL = Histogram(
 )
 _WAVES = Histogram(
     "ballast_transition_waves",
-    "Parts in which KV was exchanged, as some of it made room for other, per transition",
+    "Waves of the KV exchange, per transition",
     buckets=(0, 1, 2, 3, 5, 8, 13, 21, 34),
     registry=REGISTRY,
 )
 _GROUP_SIZES = Gauge(
     "ballast_layout_group_size",
-    "Groups by how many instances they have; above 1 parameters are dropped",
+    "Groups by number of members; groups with more than 1 have dropped parameters",
     ["members"],
     registry=REGISTRY,
 )
 _NOTHING_DONE = Counter(
-    "ballast_plans_insufficient_total", "Times no plan freed as much as was asked for", ["asked_by"], registry=REGISTRY
+    "ballast_plans_insufficient_total", "Plans that freed less memory than requested", ["asked_by"], registry=REGISTRY
 )
 _ORDERED = Counter(
     "ballast_migrations_ordered_total",
-    "Times an instance was told to hand running requests to another",
+    "Migrations ordered by the planner",
     registry=REGISTRY,
 )
 _SHORTFALL = Gauge(
     "ballast_plan_shortfall_bytes",
-    "KV memory that the newest overload lacked and its plan does not free; all of it where nothing is done",
+    "KV memory that the latest overload lacked and that its plan does not free",
     registry=REGISTRY,
 )
 
 _PREDICTED = Histogram(
     "ballast_prediction_ratio",
-    "What was predicted of a drop, of nothing or of a restore over what then came: P99 TTFT (from 0.5 s) and TPOT",
+    "Predicted over actual value after a decision on a drop or restore: P99 TTFT (from 0.5 s) and TPOT",
     ["what"],
     buckets=(0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
     registry=REGISTRY,

@@ -19,7 +19,7 @@ class LinkCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(
             "ballast_link_callers_refused",
-            "Callers of the data plane that were not let in: no proof of the cluster's secret, noise, too slow",
+            "Refused connections to the data port by reason: no proof of the cluster's secret, invalid data, timeout",
             labels=["reason"],
         )
         for reason, count in sorted(self._refused().items()):
@@ -38,7 +38,7 @@ class LoadCollector(Collector):
         blocks.add_metric(["free"], load.block_count - load.used_block_count - load.retained_block_count)
         blocks.add_metric(["retained"], load.retained_block_count)
         yield blocks
-        text = "Always 1; tokens of a KV block, and the number of blocks, are in the labels"
+        text = "Always 1; the labels have the tokens of a KV block and the number of blocks"
         info = GaugeMetricFamily("ballast_kv_cache_info", text, labels=["block_size", "num_gpu_blocks"])
         info.add_metric([str(load.block_tokens), str(load.block_count)], 1)
         yield info
@@ -54,40 +54,68 @@ class LoadCollector(Collector):
         for name, text, value in (
             (
                 "ballast_kv_cache_usage_fraction",
-                "Share of the KV blocks that are in use, 0 to 1",
+                "Fraction of the KV blocks in use, 0 to 1",
                 load.kv_usage_fraction,
             ),
             (
                 "ballast_kv_waiting_blocks",
-                "KV blocks that the prompts of waiting requests need",
+                "KV blocks needed by the prompts of waiting requests",
                 load.waiting_block_count,
             ),
-            ("ballast_prefix_cache_host_blocks", "KV blocks copied to host memory", load.host_block_count),
-            ("ballast_requests_running", "Requests that run, so that each step gives them tokens", load.running_count),
-            ("ballast_requests_waiting", "Requests that wait at the worker to run", load.waiting_count),
-            ("ballast_offline_requests_running", "Offline requests that run", load.offline_running_count),
-            ("ballast_offline_requests_waiting", "Offline requests that wait here", load.offline_waiting_count),
-            ("ballast_offline_kv_blocks", "KV blocks that offline requests hold", load.offline_block_count),
-            ("ballast_offline_wanted_tokens", "Offline prompt tokens it would begin", load.offline_wanted_tokens),
-            ("ballast_engine_step_age_seconds", "Time since the engine completed a step or was idle", load.step_age_s),
+            ("ballast_prefix_cache_host_blocks", "KV blocks cached in host memory", load.host_block_count),
+            ("ballast_requests_running", "Running requests", load.running_count),
+            ("ballast_requests_waiting", "Requests that wait at the worker", load.waiting_count),
+            ("ballast_offline_requests_running", "Running offline requests", load.offline_running_count),
+            (
+                "ballast_offline_requests_waiting",
+                "Offline requests that wait at the worker",
+                load.offline_waiting_count,
+            ),
+            ("ballast_offline_kv_blocks", "KV blocks of offline requests", load.offline_block_count),
+            (
+                "ballast_offline_wanted_tokens",
+                "Offline prompt tokens that the worker could start",
+                load.offline_wanted_tokens,
+            ),
+            (
+                "ballast_engine_step_age_seconds",
+                "Time since the engine last completed a step or was idle",
+                load.step_age_s,
+            ),
             ("ballast_draining", "1 while the worker takes no new requests", float(load.draining)),
         ):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, total in (
-            ("ballast_engine_steps", "Batches that the engine has executed", load.steps_total),
+            ("ballast_engine_steps", "Batches executed by the engine", load.steps_total),
             (
                 "ballast_preemptions",
-                "Times a request gave up its KV so that others could go on",
+                "Preemptions: requests that lost their KV blocks to other requests",
                 load.preemptions_total,
             ),
-            ("ballast_prompt_tokens", "Tokens of prompts that got their first token", load.prompt_tokens_total),
-            ("ballast_prefix_cache_queries", "Tokens of requests let in", load.prefix_queries_total),
-            ("ballast_prefix_cache_hits", "Those of them whose KV was there", load.prefix_hits_total),
-            ("ballast_prefix_cache_host_hits", "Of these, from host memory", load.prefix_host_hits_total),
-            ("ballast_generation_tokens", "Tokens that were generated", load.generation_tokens_total),
+            (
+                "ballast_prompt_tokens",
+                "Prompt tokens of requests that have produced their first token",
+                load.prompt_tokens_total,
+            ),
+            ("ballast_prefix_cache_queries", "Prompt tokens of admitted requests", load.prefix_queries_total),
+            (
+                "ballast_prefix_cache_hits",
+                "Prompt tokens of admitted requests found in the prefix cache",
+                load.prefix_hits_total,
+            ),
+            (
+                "ballast_prefix_cache_host_hits",
+                "Prompt tokens of admitted requests found in host memory",
+                load.prefix_host_hits_total,
+            ),
+            ("ballast_generation_tokens", "Generated tokens", load.generation_tokens_total),
             ("ballast_offline_tokens", "Tokens computed for offline requests", load.offline_tokens_total),
-            ("ballast_offline_lost_tokens", "Of these, computed anew after a yield", load.offline_lost_tokens_total),
-            ("ballast_offline_yields", "Times one gave way to online work", load.offline_yields_total),
+            (
+                "ballast_offline_lost_tokens",
+                "Tokens of offline requests recomputed after a preemption",
+                load.offline_lost_tokens_total,
+            ),
+            ("ballast_offline_yields", "Preemptions of offline requests by online requests", load.offline_yields_total),
         ):
             yield CounterMetricFamily(name, text, value=total)
 
@@ -101,18 +129,18 @@ class StageCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         times = self._times()
         for name, text, total in (
-            ("ballast_stage_busy_seconds", "Time the worker's stage was executing a batch", times.busy_s),
+            ("ballast_stage_busy_seconds", "Time in which the worker's stage executed batches", times.busy_s),
             (
                 "ballast_stage_idle_seconds",
-                "Time the stage executed nothing although its leader had work",
+                "Time in which the stage idled although its leader had work",
                 times.idle_s,
             ),
             (
                 "ballast_stage_network_wait_seconds",
-                "Part of the idle time in which the next batch was still on its way",
+                "Idle time in which the next batch was still being transferred",
                 times.network_s,
             ),
-            ("ballast_stage_send_seconds", "Time activations were on their way to the next stage", times.send_s),
+            ("ballast_stage_send_seconds", "Time spent sending activations to the next stage", times.send_s),
         ):
             yield CounterMetricFamily(name, text, value=total)
 
@@ -126,7 +154,7 @@ class MigrationCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         totals = self._totals
         ended = CounterMetricFamily(
-            "ballast_migrations", "Requests that left this worker while running, by outcome", labels=["outcome"]
+            "ballast_migrations", "Outgoing migrations of running requests by outcome", labels=["outcome"]
         )
         ended.add_metric(["moved"], totals.moved - totals.recomputed)
         ended.add_metric(["recomputed"], totals.recomputed)
@@ -135,12 +163,12 @@ class MigrationCollector(Collector):
         below = [(str(bound), sum(totals.downtime_counts[: i + 1])) for i, bound in enumerate(DOWNTIME_BOUNDS_S)]
         yield HistogramMetricFamily(
             "ballast_migration_downtime_seconds",
-            "Time from a request's last step here to the word that it runs elsewhere",
+            "Time from a migrating request's last step here until it runs at its target",
             buckets=[*below, ("+Inf", sum(totals.downtime_counts))],
             sum_value=totals.downtime_s,
         )
         yield CounterMetricFamily(
-            "ballast_migrated_kv_blocks", "KV blocks that left with migrated requests", value=totals.blocks
+            "ballast_migrated_kv_blocks", "KV blocks sent with migrated requests", value=totals.blocks
         )
 
 

@@ -11,6 +11,7 @@ from services.worker.cost_profile import read_profile
 from services.worker.emulation.engine import emulate
 from services.worker.emulation.machine import Machine, MeasuredCosts, Outline, Roofline, read_machine, write_machine
 from services.worker.emulation.tokens import answer
+from services.worker.policy.step_limits import step_limits
 from sim.cost import SimRoofline as RooflineOf
 from sim.cost import fitted
 from sim.hardware import Cluster, Gpu, KvCacheDtype, ModelSpec, find_gpu, find_model, is_gpu_file, timings
@@ -20,7 +21,6 @@ from tools.model.safetensors_file import DTYPES
 from tools.model.tokenizer import write_tokenizer
 
 _GPU_BLOCK_TOKENS = 64
-_GPU_FLAGS = ("--block-size", str(_GPU_BLOCK_TOKENS), "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
 _STAND_IN_VOCABULARY = 4096  # vocabulary size of a generated tokenizer
 _DEFAULT_MEMORY_BYTES = 1 << 30  # the workers' default
 MACHINE_FILE = "machine.json"
@@ -59,6 +59,7 @@ def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Mac
             max_model_len=spec.max_model_len,
         ),
         memory_bytes=int(card.memory_bytes * figures.memory_fraction) * gpus,
+        gpu_memory_bytes=int(card.memory_bytes),
         execution=Roofline(costs=roofline.costs, balance=fitted(roofline, spec.layer_count)),
         link_bytes_per_s=card.nic_bytes_per_s * figures.link_fraction * gpus,
         host_bytes_per_s=card.host_bytes_per_s * gpus,
@@ -116,7 +117,11 @@ class EmulatedModel:
     def worker_flags(self) -> list[str]:
         """Flags with the defaults of GPU workers, as in simulations; later flags override them."""
         flags = ["--engine", "emulated", "--profile", str(self.machine_file)]
-        return flags if self.machine.execution.kind == "measured" else [*_GPU_FLAGS, *flags]
+        if self.machine.execution.kind == "measured":
+            return flags
+        limits = step_limits(self.machine.gpu_memory_bytes)
+        flags += ["--max-num-seqs", str(limits.sequences), "--max-num-batched-tokens", str(limits.tokens)]
+        return ["--block-size", str(_GPU_BLOCK_TOKENS), *flags]
 
 
 def emulated_model(

@@ -9,6 +9,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.sampling import PriorityClass
 from ballast.service.models import find_model as find_model_folder
 from ballast.service.models import hub_name
+from services.worker.policy.step_limits import step_limits
 from sim.faults import Fault
 from sim.hardware import Gpu, ModelSpec, find_cluster, find_model
 from sim.jobs.arrivals import generated
@@ -42,6 +43,11 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         raise ConfigError("--policy", "names none")
     trace = trace_of(scenario, model.max_model_len)
     priorities_only = scenario.offline is not None and scenario.offline.as_class == "default"
+    limits = step_limits(
+        min(kind.gpu.memory_bytes for kind in cluster.kinds),
+        sequences=scenario.max_num_seqs,
+        tokens=scenario.max_num_batched_tokens,
+    )
     return SimJob(
         trace=trace,
         model=model,
@@ -51,8 +57,8 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         deadline_s=scenario.deadline_s,
         worker=WorkerSize(
             block_tokens=scenario.block_size,
-            max_running_count=scenario.max_num_seqs,
-            max_batch_tokens=scenario.max_num_batched_tokens,
+            max_running_count=limits.sequences,
+            max_batch_tokens=limits.tokens,
             lookahead=scenario.microbatching == "lookahead",
             tpot_target_s=scenario.tpot_target_s,
         ),

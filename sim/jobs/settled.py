@@ -1,8 +1,8 @@
 """Steady state of an instance, in closed form from the roofline, without simulation.
 
-A request stays for the duration of its answer, and holds on average the KV of its prompt and of half its answer. A
-token takes one step, which reads the parameters and all KV in the time that prefills leave free. Demand therefore grows
-faster than the request rate, and diverges at some rate.
+A request runs for the duration of its answer, and holds on average the KV of its prompt and of half its answer. A token
+takes one step, which reads the parameters and all KV in the time not used by prefills. Demand therefore grows faster
+than the request rate, and diverges at some rate.
 """
 
 import math

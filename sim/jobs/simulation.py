@@ -27,7 +27,6 @@ from services.planner.core.stages import CoordinatorRules
 from services.planner.policy.compare import ComparisonTargets
 from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
-from services.worker.policy.step_limits import step_limits
 from sim.clients import Arrival
 from sim.dispatcher import DispatcherRules
 from sim.faults import Fault
@@ -66,7 +65,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSize:
-    """Sizes used by vLLM on such GPUs and by KunServe (EuroSys '26, section 5.1: blocks of 64 tokens)."""
+    """Defaults of the benchmarks: vLLM's on such GPUs, and KunServe's blocks (EuroSys '26, section 5.1)."""
 
     block_tokens: int = 64
     max_running_count: int = 256
@@ -130,7 +129,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
             block_tokens=worker.block_tokens,
             max_running_count=worker.max_running_count,
             max_batch_tokens=worker.max_batch_tokens,
-            max_waiting_count=step_limits(None).queued,
+            max_waiting_count=worker.max_running_count,
             max_waiting_tokens=defaults["max_num_queued_tokens"].default,
             admission_reserve_fraction=defaults["admission_reserve_fraction"].default,
             report_interval_s=defaults["report_interval_s"].default,

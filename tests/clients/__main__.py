@@ -111,8 +111,8 @@ def written(page: str, rows: Mapping[str, Sequence[str]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(PACKAGES)}; default: all")
-    parser.add_argument("--venvs", type=Path, default=ROOT / "out" / "clients", help="where environments are kept")
-    parser.add_argument("--write", action="store_true", help="write the table in docs/openai.md")
+    parser.add_argument("--venvs", type=Path, default=ROOT / "out" / "clients", help="folder for their environments")
+    parser.add_argument("--write", action="store_true", help="write the results into the table of docs/openai.md")
     arguments = parser.parse_args()
     rows: dict[str, list[str]] = {}
     failed = 0

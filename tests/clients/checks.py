@@ -1,5 +1,5 @@
-"""How third-party clients, unmodified, work with a gateway. Runs in the client's own virtual environment, without any
-of Ballast's code: `python checks.py CLIENT URL MODEL_FOLDER` prints one line of JSON per check.
+"""Checks how unmodified third-party clients work with a gateway. Runs in the client's own virtual environment, without
+any of Ballast's code: `python checks.py CLIENT URL MODEL_FOLDER` prints one line of JSON per check.
 """
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 
@@ -33,7 +33,7 @@ def check(client: str) -> Callable[[Callable[[], object]], Callable[[], object]]
 
 
 def shapes() -> Any:
-    """A nested type, whose schema has definitions and references."""
+    """A nested type whose schema has definitions and references."""
     from pydantic import BaseModel, Field
 
     class Mast(BaseModel):
@@ -316,7 +316,9 @@ def one_turn() -> object:
 
 @check("mini-swe-agent")
 def a_task_in_two_turns() -> object:
-    """The `mini` command. A regex constrains each answer to a tool call; the model chooses only the ship's name."""
+    """Runs the `mini` command. A regex constrains each answer to a tool call; the model chooses only the ship's
+    name.
+    """
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat ship.txt"
     command = f"if [ -s ship.txt ]; then {submit}; else echo NAME > ship.txt; fi"
     call = json.dumps({"name": "bash", "arguments": {"command": command}})

@@ -1,4 +1,4 @@
-"""Small checkpoints of every architecture, made once per test session."""
+"""Small checkpoints of every architecture, created once per test session."""
 
 from collections.abc import Callable
 from pathlib import Path

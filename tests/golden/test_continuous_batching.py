@@ -25,7 +25,7 @@ PROMPTS = 200
 VOCAB = 512
 MEMORY_BYTES = 32 << 20
 CANCELLED_FRACTION = 0.15
-MAX_NEAR_TIE_FRACTION = 1e-3  # more would indicate a real error
+MAX_NEAR_TIE_FRACTION = 1e-3  # a larger fraction would indicate a real error
 REFERENCE_BATCH_TOKENS = 4096
 
 
@@ -37,14 +37,14 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(chunk_tokens=7, running=7, blocks=33),  # KV for little more than one request of maximum length
+    Setting(chunk_tokens=7, running=7, blocks=33),  # KV for slightly more than one request of maximum length
     Setting(chunk_tokens=64, running=32, blocks=36),
     Setting(chunk_tokens=512, running=64, blocks=400),
 )
 
 
 def prompt_lengths(rng: random.Random) -> list[int]:
-    """From one token to one less than the model's maximum, skewed towards short prompts."""
+    """Random lengths, from one token to one less than the model's maximum, skewed towards short prompts."""
     edges = [1, 2, 6, 7, 8, 15, 16, 17, 63, 64, 65, 255, 256, MAX_LEN - 65, MAX_LEN - 2, MAX_LEN - 1]
     return edges + [min(MAX_LEN - 1, int(rng.expovariate(1 / 32)) + 1) for _ in range(PROMPTS - len(edges))]
 
@@ -56,7 +56,7 @@ class Traffic:
         self._loop, self._rng = loop, random.Random(seed)
         self._todo = prompt_lengths(self._rng)
         self._rng.shuffle(self._todo)
-        self._to_cancel: list[tuple[Answer, int]] = []  # each with the output token count at which to cancel
+        self._to_cancel: list[tuple[Answer, int]] = []  # each with its output token count at cancellation
         self.answers: list[Answer] = []
 
     def __call__(self) -> bool:

@@ -145,7 +145,8 @@ def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Pat
             engine.runner.step(sequences(prompts), [])
         serving.run(EACH, (0, layers))
 
-        # Two stages: the second one takes the last layers with their KV, and each stage drops the layers of the other.
+        # Two stages: the second one takes over the last layers with their KV, and each stage drops the layers of the
+        # other.
         hand_over(serving, first, second, range(border, layers))
         drop(second, range(border))
         serving.run(EACH, (0, border, layers))
@@ -174,7 +175,7 @@ def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Pat
 
 
 def hand_over(serving: Serving, giver: Engine, taker: Engine, layers: range) -> None:
-    """Copies the KV of `layers` from `giver` to `taker`; `giver` then drops the layers."""
+    """Copies the KV of `layers` from `giver` to `taker`; `giver` then drops these layers."""
     blocks = torch.tensor(serving.blocks)
     for layer in layers:
         taker.memory.kv.layer(layer)[blocks] = giver.memory.kv.layer(layer)[blocks]

@@ -56,7 +56,9 @@ def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(form: st
 
 
 def bytes_beside_the_model(path: Path, form: str) -> int:
-    """Peak memory of this process, in bytes, while it loads a model written to `path`, without the model itself."""
+    """Peak memory, in bytes, that this process needs in addition to the model while loading it. The model is written to
+    `path`.
+    """
     path = path / DENSE
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -83,7 +85,7 @@ def bytes_beside_the_model(path: Path, form: str) -> int:
     budget = LAYERS * LAYER_BYTES * 5 // 4
     with load_engine(path, device_memory_bytes=budget) as engine:  # warms up torch's allocators
         parameter_bytes = engine.memory_report().parameter_bytes
-    budget = parameter_bytes * 5 // 4  # for non-fp32 parameters KV memory is zeroed, hence resident
+    budget = parameter_bytes * 5 // 4  # KV memory of non-fp32 parameters is zeroed and therefore resident
     before, most = held_bytes(), [0]
     with watched(most), load_engine(path, device_memory_bytes=budget) as engine:
         assert engine.implementation.name == "transformers"

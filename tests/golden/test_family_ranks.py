@@ -26,7 +26,7 @@ MADE_DENSE = {"deepseek_v3:fp8", "llama:fp8 ragged", "qwen3_moe:awq", "qwen3_moe
 
 @pytest.mark.rotating(5)
 @pytest.mark.parametrize("name", DIVIDED)
-def test_two_ranks_say_what_one_alone_says(name: str, tmp_path: Path) -> None:
+def test_two_ranks_generate_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     folder = write_family(name, tmp_path)
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(3, 380) for _ in range(length)) for length in LENGTHS]
@@ -58,7 +58,7 @@ def test_two_ranks_say_what_one_alone_says(name: str, tmp_path: Path) -> None:
             if token != right:
                 assert gap < NEAR_TIE
                 near_ties += 1
-                break  # after a different token the contexts differ
+                break  # after a differing token the contexts differ
     assert near_ties <= 1
     with load_engine(folder, dtype="float32", device_memory_bytes=MEMORY_BYTES, model_impl="transformers") as whole:
         whole_bytes = sum(whole.info.layer_parameter_bytes)

@@ -17,11 +17,11 @@ ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 PROMPTS = 200
 OUTPUT_TOKENS = 10
 MEMORY_BYTES = 96 << 20
-MAX_NEAR_TIE_FRACTION = 1e-3  # more would indicate a real error
+MAX_NEAR_TIE_FRACTION = 1e-3  # a larger fraction would indicate a real error
 
 
 def prompts_of_all_lengths(count: int, seed: int) -> list[tuple[int, ...]]:
-    """From one token to one less than the model's maximum, skewed towards short prompts."""
+    """Random prompts, from one token to one less than the model's maximum, skewed towards short ones."""
     rng = random.Random(seed)
     lengths = [1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, MAX_LEN - 17, MAX_LEN - 16, MAX_LEN - 2, MAX_LEN - 1]
     lengths += [min(MAX_LEN - 1, int(rng.expovariate(1 / 60)) + 1) for _ in range(count - len(lengths))]

@@ -18,7 +18,9 @@ _VOCAB = 500
 
 
 def _play(loop: EngineLoop) -> list[Answer]:
-    """Prompts with shared prefixes, some that end within the prefix, and follow-ups that include earlier answers."""
+    """Requests whose prompts share prefixes: some prompts end within the prefix, and follow-ups include earlier
+    answers.
+    """
     rng = random.Random(5)
     trunks = [tuple(rng.randrange(5, _VOCAB) for _ in range(rng.randrange(40, 200))) for _ in range(4)]
     answers: list[Answer] = []
@@ -45,7 +47,7 @@ def _play(loop: EngineLoop) -> list[Answer]:
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_no_token_is_another_one(checkpoint: CheckpointMaker, arch: str) -> None:
+def test_tokens_equal_those_without_caching(checkpoint: CheckpointMaker, arch: str) -> None:
     model_dir = checkpoint(arch, False)
     tokenizer = load_tokenizer(model_dir)
     played: dict[bool, list[Answer]] = {}

@@ -39,7 +39,7 @@ class World:
     def loop(
         self, *, chunk_tokens: int = 512, running: int = 36, blocks: int | None = None, swap: tuple[int, int] = (0, 0)
     ) -> EngineLoop:
-        """`swap`: the number of host-memory blocks, and how many blocks a step may copy."""
+        """`swap`: the number of host-memory blocks, and the maximum number of blocks that a step copies."""
         return EngineLoop(
             self.engine,
             self.tokenizer,
@@ -59,7 +59,7 @@ def run(loop: EngineLoop, requests: Sequence[Request]) -> tuple[Answer, ...]:
 
 
 def make_requests() -> list[Request]:
-    """Requests with many combinations of all sampling parameters. High temperatures make wrong random numbers show."""
+    """Requests that combine all sampling parameters in many ways. At high temperatures, wrong random numbers show."""
     rng = random.Random(3)
     requests: list[Request] = []
     for index in range(REQUESTS):
@@ -85,7 +85,9 @@ def make_requests() -> list[Request]:
 
 
 def with_stops(index: int, request: Request, free: Answer) -> Request:
-    """The request with stop strings and stop tokens taken from its own output: early, late, and across tokens."""
+    """The request with stop strings and stop tokens taken from its own output, near its beginning or end, or spanning
+    several tokens.
+    """
     text, tokens, place = free.text, free.token_ids, 2 + index % 15
     include = index % 2 == 0
     match index % 4:
@@ -223,7 +225,7 @@ def test_after_yields(world: World, blocks: int, host: int) -> None:
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 1.0])
-def test_resumed_behind_what_an_earlier_attempt_delivered(world: World, part: float) -> None:
+def test_resumed_after_output_of_an_earlier_attempt(world: World, part: float) -> None:
     loop = world.loop(chunk_tokens=64)
     resumed: list[tuple[Answer, Answer, int]] = []
     for alone in world.alone:

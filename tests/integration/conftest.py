@@ -1,6 +1,6 @@
-"""The tests of a file run in one process and share its clusters; tests that share nothing run on any free process.
+"""All tests of a file run in one process and share its clusters; tests that share nothing run in any free process.
 
-Files that take minutes are scheduled first, since at the end one of them would run alone.
+Files that take minutes are scheduled first, since otherwise one of them would run alone at the end.
 """
 
 from collections.abc import Iterator

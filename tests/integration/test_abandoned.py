@@ -1,4 +1,4 @@
-"""A cancelled or abandoned stream frees its KV within one step and 50 ms."""
+"""Cancelling or abandoning a stream frees its KV within one step and 50 ms."""
 
 import asyncio
 import statistics
@@ -35,7 +35,7 @@ async def until_free(worker: "worker_pb2_grpc.WorkerServiceAsyncStub", began_s: 
 
 
 async def word_there_and_back_s(client: AsyncClient) -> float:
-    """Median round-trip time on this machine, in seconds, through the same processes except the worker."""
+    """Median round-trip time, in seconds, through all processes of a request except the worker."""
     took_s: list[float] = []
     for _ in range(15):
         began_s = time.monotonic()
@@ -65,9 +65,9 @@ def test_blocks_are_free_within_a_step_and_50_ms(running: RunningCluster, way: s
                 await stream.aclose()
             return statistics.median(took_s), await word_there_and_back_s(client)
 
-    # A step of this model takes a few milliseconds. The best of several medians counts, with an allowance for the
+    # A step of this model takes a few milliseconds. The best of several medians counts, plus an allowance for the
     # current round-trip time, since other processes may keep the machine busy. A real fault would show in every
-    # attempt, by the seconds that such a request takes.
+    # attempt: the blocks would stay in use for seconds.
     found: list[tuple[float, float]] = []
     for _ in range(ATTEMPTS):
         found.append(running.run(story()))

@@ -1,5 +1,5 @@
-"""LoRA adapters over HTTP on a real cluster: selected by model name, across a drop and a worker's death, and with equal
-prompts.
+"""LoRA adapters over HTTP on a real cluster: selected by model name, with equal prompts, and across a drop and a
+worker's death.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ async def ask(sdk: AsyncClient, name: str, i: int) -> tuple[int, ...]:
 
 
 async def ask_all(sdk: AsyncClient) -> dict[str, list[tuple[int, ...]]]:
-    """All requests at once: three models in one batch."""
+    """Sends all requests at once, so that one batch has three models."""
     tasks = {name: [asyncio.create_task(ask(sdk, name, i)) for i in range(len(PROMPTS))] for name in NAMES}
     return {name: [await task for task in each] for name, each in tasks.items()}
 
@@ -128,7 +128,7 @@ def test_tokens_are_the_merged_models_through_drop_restore_and_a_death(
     running.run(story())
 
 
-def test_an_adapter_that_nobody_has(running: RunningCluster) -> None:
+def test_an_unknown_adapter_is_refused(running: RunningCluster) -> None:
     async def story() -> None:
         async with AsyncClient(running.cluster.address) as sdk:
             await ask(sdk, "pirate", 0)

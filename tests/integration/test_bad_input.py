@@ -104,8 +104,8 @@ def test_a_message_over_the_bound_is_refused(running: RunningCluster) -> None:
     running.run(story())
 
 
-def test_bad_requests_harm_nobody(running: RunningCluster) -> None:
-    """A good request that runs during many bad ones gets the same tokens as alone."""
+def test_bad_requests_affect_no_other_request(running: RunningCluster) -> None:
+    """A valid request that runs during many bad ones gets the same tokens as alone."""
 
     async def story() -> None:
         async with AsyncClient(running.cluster.address) as client:

@@ -1,4 +1,6 @@
-"""Runs docker-compose.yml and deploy/kubernetes as local processes: their checks pass, and fail when they should."""
+"""Runs docker-compose.yml and deploy/kubernetes as local processes. Their checks must pass, and must fail for a wrong
+setting.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Monitor and planner as processes on a real state server: membership, leadership and the layout."""
+"""Monitor and planner as processes with a real state server: membership, leadership and the layout."""
 
 import asyncio
 import signal
@@ -54,8 +54,8 @@ async def test_workers_come_into_the_layout_and_leave_it(plane: ControlPlane) ->
     assert "it left" in layout.reason
 
 
-async def test_a_new_monitor_that_hears_nobody_takes_nobody_out_of_the_layout(plane: ControlPlane) -> None:
-    """The workers know only the first monitor, at an address that the second one does not take over."""
+async def test_a_new_monitor_without_reports_removes_no_worker_from_the_layout(plane: ControlPlane) -> None:
+    """The workers know only the first monitor's address; the second monitor has another one."""
     m1 = await plane.monitor("m1")
     planner = await plane.planner("p1")
     for name in ("w1", "w2", "w3"):
@@ -83,7 +83,7 @@ async def test_workers_find_the_next_monitor_without_the_state_server(plane: Con
             )
         before = await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "two workers")
         m2 = await plane.monitor("m2")
-        await asyncio.sleep(1.5)  # the first one learns of the second and notifies the workers
+        await asyncio.sleep(1.5)  # the first one discovers the second one and notifies the workers
         proxy.to_server.swallows = proxy.to_client.swallows = True
         m1.send_signal(signal.SIGKILL)
         await plane.until(lambda: "warmed up" in m2.log_tail(30), "the second monitor leads")
@@ -91,7 +91,7 @@ async def test_workers_find_the_next_monitor_without_the_state_server(plane: Con
     assert await plane.layout_until(planner, lambda _: True, "any") == before
 
 
-async def test_a_standby_monitor_takes_over_and_nobody_is_lost(plane: ControlPlane) -> None:
+async def test_a_standby_monitor_takes_over_without_losing_a_worker(plane: ControlPlane) -> None:
     m1 = await plane.monitor("m1")
     m2 = await plane.monitor("m2")
     planner = await plane.planner("p1")
@@ -264,7 +264,7 @@ async def test_a_service_that_waits_for_the_state_server_can_be_stopped(plane: C
     await plane.until(lambda: process.returncode == 0, "stops")
 
 
-async def test_readiness_says_who_is_active_and_metrics_say_what_is_there(plane: ControlPlane) -> None:
+async def test_readiness_shows_the_active_process_and_metrics_the_instances(plane: ControlPlane) -> None:
     port = free_port()
     m1 = await plane.monitor("m1", "--metrics-port", str(port))
     m2 = await plane.monitor("m2")

@@ -1,4 +1,4 @@
-"""The page that `ballast up --dashboard` serves, in a real browser, and the requests that its server refuses."""
+"""The page that `ballast up --dashboard` serves, in a real browser, and the requests that its server must refuse."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ needs_browser = pytest.mark.skipif(find_browser() is None, reason="Chromium and 
 
 @contextlib.contextmanager
 def page_of(folder: Path, *arguments: str) -> Generator[str]:
-    """The URL of the dashboard of a cluster of emulated GPUs."""
+    """Yields the URL of the dashboard of a cluster of emulated GPUs."""
     flags = [
         "--engine",
         "emulated",
@@ -160,7 +160,9 @@ RETAINED = "[...document.querySelectorAll('.retained')].map(e => e.getBoundingCl
 
 
 def assert_understood(browser: Browser, width: int) -> None:
-    """At first sight the page says what it shows, what to press and what each column does; nothing is cut off."""
+    """At first sight the page says what it shows, which button to press and what each column means; nothing is cut
+    off.
+    """
     assert "Press Burst" in browser.text("#lead")
     does = browser.run("return [...document.querySelectorAll('.does')].map(e => e.innerText)")
     assert "overboard" in does[0]
@@ -199,7 +201,7 @@ def post(url: str, headers: dict[str, str]) -> tuple[int, str]:
         return error.code, json.loads(text)["message"] if text.startswith("{") else text
 
 
-def test_what_another_page_or_name_sends_is_refused(page: str) -> None:
+def test_requests_of_other_pages_or_host_names_are_refused(page: str) -> None:
     ours = {"X-Ballast-Dashboard": "1"}
     assert post(f"{page}api/burst", {}) == (403, "the header x-ballast-dashboard is missing")
     assert post(f"{page}api/burst", {**ours, "Host": "evil.example"})[0] == 400

@@ -1,4 +1,6 @@
-"""Real dispatcher processes, real gRPC, a real state server; the workers' engines are timers with known tokens."""
+"""Real dispatcher processes, real gRPC and a real state server. The workers' engines are timers whose tokens are
+known.
+"""
 
 import asyncio
 import contextlib
@@ -43,7 +45,7 @@ async def test_streams_tokens_text_and_usage_in_order() -> None:
         assert len({r.request_id for r in unseeded.responses}) == 1
 
 
-async def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
+async def test_bad_requests_are_refused_by_name_and_affect_no_others() -> None:
     def with_sampling(**values: float) -> pb.GenerateRequest:
         message = request()
         for name, value in values.items():
@@ -93,7 +95,7 @@ async def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
 async def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         delays_s: list[float] = []
-        while not delays_s or min(delays_s) >= 0.05:  # a machine that is busy the whole time would fail here
+        while not delays_s or min(delays_s) >= 0.05:  # a machine that is busy all the time would fail here
             assert len(delays_s) < 50, delays_s
             index = len(delays_s)
             call = arena.dispatcher.stub.Generate(request(max_tokens=5000, request_id=f"r{index}"))
@@ -128,7 +130,7 @@ async def test_a_deadline_ends_the_request_on_both_sides() -> None:
         await until(lambda: arena.worker.request_count == 0, "the worker to forget it")
 
         async def counted() -> bool:
-            # On a busy machine the client's own deadline may cancel the request a moment earlier.
+            # On a busy machine the client's own deadline may expire a moment earlier and cancel the request.
             return dict((await arena.dispatcher.status()).requests_total) in ({"deadline": 1}, {"cancelled": 1})
 
         await until_async(counted, "the deadline to be counted")
@@ -221,18 +223,18 @@ async def test_serving_goes_on_without_the_state_server() -> None:
             return (await arena.dispatcher.status()).state_server_reachable is reachable
 
         await until_async(lambda: says(False), "the loss to be noticed")
-        arena.state.restart()  # without data: the last known layout remains in force
+        arena.state.restart()  # without data; the last known layout remains in force
         await until_async(lambda: says(True), "the state server to be found again")
         assert (await arena.dispatcher.generate(request())).error is None
         async with TimedWorker(TimedSettings(worker_id="w9")) as newcomer:
-            arena.epoch = 0  # the planner has also restarted
+            arena.epoch = 0  # as if the planner had restarted, too
             arena.publish(newcomer.member())
             await arena.connected(newcomer)
             assert (await arena.dispatcher.generate(request())).error is None
             assert len(newcomer.submitted) == 1
 
 
-async def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> None:
+async def test_sigterm_finishes_running_requests_refuses_new_ones_and_exits_0() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         dispatcher = arena.dispatcher
         running = asyncio.create_task(dispatcher.generate(request(max_tokens=100)))
@@ -252,7 +254,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> No
         assert dispatcher.process.returncode == 0
 
 
-async def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
+async def test_requests_beyond_the_shutdown_timeout_end_with_a_reason() -> None:
     async with Arena(TimedSettings(step_s=0.01), flags=["--shutdown-timeout", "0.3"]) as arena:
         running = asyncio.create_task(arena.dispatcher.generate(request(max_tokens=5000)))
         await until(lambda: arena.worker.used_blocks > 0, "the request to run")
@@ -267,8 +269,8 @@ FAST = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, bl
 
 async def test_a_slow_client_gets_everything() -> None:
     async with Arena(FAST) as arena:
-        # With 20 logprobs per token the answer has several MB: more than a fixed flow-control window holds without a
-        # reader.
+        # With 20 logprobs per token the answer has several MB, more than a fixed flow-control window holds if nothing
+        # is read.
         count = 12_000
         call = arena.dispatcher.narrow_stub().Generate(request(max_tokens=count, logprobs=20, omit_text=True))
         await until(lambda: arena.worker.submitted and arena.worker.request_count == 0, "the worker to be done")
@@ -307,7 +309,7 @@ async def test_a_client_that_wants_all_at_once_is_not_given_up_while_its_answer_
         assert len(response.token_ids) == 60
 
 
-async def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+async def test_startup_errors_are_one_line_with_status_2(tmp_path: Path) -> None:
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()
     write_tokenizer(tmp_path / "good", 512, qwen=False, max_len=64)

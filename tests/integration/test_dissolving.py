@@ -1,4 +1,4 @@
-"""A restore of real workers under load: from the commit on, each serves alone while their pipeline finishes its
+"""A restore of real workers under load: from the commit on, each worker serves alone while their pipeline finishes its
 requests.
 """
 
@@ -83,7 +83,7 @@ def cut(cluster: Cluster, name: str) -> None:
 
 
 def is_whole(cluster: Cluster, name: str) -> bool:
-    """Whether its transition is done, its blocks are those of a lone worker, and no group of it dissolves."""
+    """Whether its transition is done, its blocks are those of a lone worker, and none of its groups dissolves."""
     progress, worker = cluster.workers[name].progress(cluster.in_force.epoch), cluster.workers[name]
     at_home = worker.book.block_count == worker.engine.memory.home_block_count
     return progress is not None and progress.phase is Phase.DONE and at_home and not dissolves(cluster, name)
@@ -102,7 +102,7 @@ async def test_a_pipeline_goes_on_beside_its_members_until_its_last_answer_has_e
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 600.0)
-    monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 640)  # none outgrows the pipeline
+    monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 640)  # none outgrows the pipeline's memory
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
         home = block_counts(cluster)
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
@@ -130,7 +130,7 @@ async def test_a_pipeline_goes_on_beside_its_members_until_its_last_answer_has_e
 async def test_a_pipeline_gives_its_memory_back_while_its_answers_end(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks beyond the shrunken range are moved on every stage, and no token changes."""
+    """Checks that blocks beyond the shrunken range are moved on every stage, and that no token changes."""
     monkeypatch.setattr(PATIENCE, 600.0)
     monkeypatch.setattr("services.worker.policy.leaving.STEPS", 500)
     monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 320)
@@ -169,10 +169,12 @@ def watch_moves(cluster: Cluster, name: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.host_extents
-async def test_what_outgrows_the_pipeline_goes_on_in_a_member(
+async def test_a_sequence_that_outgrows_the_pipeline_continues_on_a_member(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pipeline frees memory while it runs: a sequence that needs more than is left moves to a member."""
+    """The pipeline releases memory while it runs. A sequence that needs more than the remaining memory moves to a
+    member.
+    """
     monkeypatch.setattr(PATIENCE, 600.0)
     monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 16)
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
@@ -185,7 +187,7 @@ async def test_what_outgrows_the_pipeline_goes_on_in_a_member(
         await cluster.quiet()
 
 
-async def test_what_waits_for_the_pipeline_runs_in_its_members_at_once(
+async def test_requests_waiting_for_the_pipeline_run_on_its_members_at_once(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 600.0)
@@ -207,7 +209,7 @@ async def test_what_waits_for_the_pipeline_runs_in_its_members_at_once(
         await cluster.quiet()
 
 
-async def test_what_still_runs_after_a_while_goes_to_the_members_with_its_kv(
+async def test_long_running_requests_move_to_the_members_with_their_kv(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 0.05)
@@ -275,10 +277,10 @@ async def test_a_move_changes_no_draw_and_no_word(
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("lost", ["w0", "w1", "w2"])
-async def test_a_member_lost_while_the_pipeline_dissolves_takes_nobody_with_it(
+async def test_losing_a_member_while_the_pipeline_dissolves_loses_no_other(
     lost: str, model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loses the leader, the middle or the last member. When its links break, the leader moves every request by
+    """Loses the leader, the middle or the last member: when its links break, the leader moves every request by
     replaying its tokens.
     """
     monkeypatch.setattr(PATIENCE, 600.0)
@@ -330,7 +332,7 @@ async def test_a_restore_that_is_given_up_gives_the_pipeline_its_blocks_back(
 
 
 async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
-    """Parameters of a restore are sent faster while requests wait."""
+    """Members must know, since they send the parameters of a restore faster while requests wait."""
 
     async with running_group(model_dir, NAMES, replace(ROOMY, max_running_count=2)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
@@ -346,7 +348,7 @@ async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
 
 @pytest.mark.rotating
 async def test_the_next_drop_finds_whole_members(model_dir: Path, expected: list[Expected]) -> None:
-    """Requests begun in the pipeline, alongside it and after it end as they would on an undisturbed worker."""
+    """Requests that begin in the pipeline, alongside it or after it end as they would on an undisturbed worker."""
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
         answers = list[Answer]()
         for epoch in (2, 4):
@@ -388,7 +390,7 @@ async def test_a_pipeline_gives_way_when_memory_is_wanted_again(
 
 @pytest.mark.host_extents
 async def test_a_member_with_room_for_one_extent_at_home_is_restored(model_dir: Path) -> None:
-    """Without room for two groups, the pipeline gives up all of its memory, and its running requests are recomputed."""
+    """Without room for two groups, the pipeline releases all of its memory, and its running requests are recomputed."""
     wishes = [Wish((3 + i, 9, 4, 7), replace(LONG, max_tokens=20)) for i in range(3)]
     expected = await undisturbed(model_dir, wishes)
     async with running_group(model_dir, NAMES, Sizes(memory_bytes=2_115_000, step_s=0.04)) as cluster:

@@ -21,7 +21,7 @@ from tools.model.tiny import make_tiny
 pytestmark = pytest.mark.rotating
 
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 5 for i in range(6)]
-ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)  # the test reads as many tokens as it needs
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)  # the test stops when it has enough
 
 
 def test_running_requests_leave_a_worker_that_drains(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A manual drop and restore under load on a real cluster: no request waits for another one's end, no token changes."""
+"""A manual drop and restore under load on a real cluster: no request waits for another one to end, and no token
+changes.
+"""
 
 import asyncio
 import contextlib
@@ -34,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         yield cluster
 
 
-LONG = 350  # tokens, so many that requests certainly run when the drop begins
+LONG = 350  # tokens, enough that requests still run when the drop begins
 
 
 async def answer(client: AsyncClient, i: int, max_tokens: int) -> tuple[int, ...]:
@@ -50,8 +52,7 @@ async def answers(client: AsyncClient, max_tokens: int) -> list[tuple[int, ...]]
 
 @contextlib.asynccontextmanager
 async def load(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGenerator[None]:
-    """Repeats every request for as long as the block lasts, however slow this machine is; on exit, waits for the last
-    ones.
+    """Repeats every request until the block ends, however slow this machine is; on exit, waits for the last answers.
 
     Each answer must be as expected.
     """
@@ -70,7 +71,9 @@ async def load(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGen
 
 
 def _has_kv(now: ClusterStatus) -> bool:
-    """Whether all requests hold more KV than their prompts need: one on its way to a worker cannot be a victim."""
+    """Whether the running requests hold more KV than their prompts need. A request that has not reached a worker yet
+    cannot be a victim.
+    """
     return sum(group.load.used_block_count for group in now.groups if group.load is not None) >= 30
 
 
@@ -140,7 +143,7 @@ def test_drop_and_restore_under_load_change_no_token(running: RunningCluster) ->
     running.run(story())
 
 
-def test_what_cannot_be_is_refused(running: RunningCluster) -> None:
+def test_impossible_drops_and_restores_are_refused(running: RunningCluster) -> None:
     async def story() -> None:
         planner = Planner(running.cluster.processes["planner"][0].address)
         for request, why in (

@@ -22,7 +22,7 @@ _MAX_ANONYMOUS_KIB = 80 << 10
 
 
 async def ask(client: AsyncClient, seed: int) -> bool:
-    """Whether the answer has the expected tokens."""
+    """Sends a request, and returns whether its answer has the expected tokens."""
     draw = random.Random(seed)
     prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(5, 1500))]
     sampling, tokens = SamplingParams(max_tokens=draw.randrange(20, 200), ignore_eos=True), list[int]()
@@ -46,11 +46,10 @@ async def ended(stub: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: int) ->
             await asyncio.sleep(0.05)
 
 
-def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
+def test_drops_and_restores_of_emulated_workers(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     flags = {"worker": made.worker_flags, "planner": ["--overload-policy", "recompute"]}
-    # A variable that the fork server does not have, so that workers are not forked from it: other tests may have made
-    # it import torch.
+    # The fork server lacks this variable, so workers are not forked from it: other tests may have made it import torch.
     environ = {"NOT_FORKED": "1"}
     with running_cluster(made.model, workers=2, device_memory_bytes=None, flags=flags, environ=environ) as running:
 
@@ -64,8 +63,8 @@ def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
                 seeds, over = itertools.count(), asyncio.Event()
 
                 async def load() -> None:
-                    """One request after another, so that there is always one that can be a victim, however long the
-                    drop takes.
+                    """Sends one request after another, so that one can always be a victim, however long the drop
+                    takes.
                     """
                     while not over.is_set():
                         assert await ask(client, next(seeds))
@@ -91,7 +90,7 @@ def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
             assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
-def test_migrations_of_what_is_not_there(tmp_path: Path) -> None:
+def test_migrations_between_emulated_workers(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     flags = {
         "worker": [*made.worker_flags, "--overload-policy", "migrate"],

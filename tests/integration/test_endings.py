@@ -1,4 +1,4 @@
-"""However requests end, they leave nothing behind: memory and counters return to their initial values (I3, I6)."""
+"""However requests end, they leave no resources behind: memory and counters return to their initial values (I3, I6)."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 def sizes(worker: WorkerStatus) -> tuple[MemoryReport, int] | None:
-    """The values that must return to their initial state. Checks that the bytes add up."""
+    """The values that must return to their initial state. Also checks that the byte counts add up."""
     if worker.load is None:
         return None
     worker.load.memory.check()
@@ -49,14 +49,14 @@ async def finish(client: AsyncClient, rng: random.Random) -> str:
 
 
 async def stop(client: AsyncClient, rng: random.Random) -> str:
-    """Stops at the first token of a stop set so large that one is soon generated."""
+    """Stops at the first token of a stop set so large that such a token is soon generated."""
     sampling = SamplingParams(max_tokens=200, stop_token_ids=tuple(range(3, 131)), ignore_eos=True)
     return (await client.generate(token_ids=prompt(rng), sampling=sampling)).finish_reason
 
 
 async def cancel_at_once(client: AsyncClient, rng: random.Random) -> str:
     task = asyncio.ensure_future(client.generate(token_ids=prompt(rng, 400), sampling=SamplingParams(max_tokens=50)))
-    await asyncio.sleep(rng.random() * 0.02)  # cancelled in the backlog, on its way or during prefill
+    await asyncio.sleep(rng.random() * 0.02)  # cancelled in the backlog, in flight or during prefill
     if not task.cancel():  # this process was delayed so long that the answer has arrived
         return "too late to leave"
     with pytest.raises(asyncio.CancelledError):
@@ -124,7 +124,7 @@ def test_a_thousand_requests_end_in_every_way_and_leave_nothing(running: Running
                     tasks.create_task(one(i))
             assert endings.total() == REQUESTS
             assert endings[FinishReason.CANCELLED] > 0
-            # Under this load parameters may have been dropped; they are restored first.
+            # This load may have caused a drop, so the parameters are restored first.
             at_first = [sizes(worker) for worker in before.workers]
             for address in running.cluster.addresses:
                 async with AsyncClient(address) as one_dispatcher:
@@ -138,7 +138,7 @@ def test_a_thousand_requests_end_in_every_way_and_leave_nothing(running: Running
 
 
 def test_a_killed_client_frees_its_blocks(running: RunningCluster, tmp_path: Path) -> None:
-    """A client that is killed sends no cancellation: the broken connection must suffice."""
+    """A killed client sends no cancellation, so the broken connection must suffice."""
 
     async def story() -> None:
         code = (

@@ -29,7 +29,7 @@ print(*(size - sizes[0] for size in sizes), sizes[0])
 
 
 def test_an_engine_stops_growing(tmp_path: Path) -> None:
-    """Runs in a new process, since caches fill only once. Without bounds, the 239 batch sizes take 350 MiB."""
+    """Runs in a new process, since caches fill only once. Without limits, the 239 batch sizes would take 350 MiB."""
     model_dir = make_tiny("llama", tmp_path / "model", seed=3, layers=2, vocab=320, max_len=256)
     before = "import psutil, services.worker.engine.load; print(psutil.Process().memory_info().rss)"
     run = [
@@ -38,5 +38,5 @@ def test_an_engine_stops_growing(tmp_path: Path) -> None:
     ]
     *growth, first = map(int, run[1].stdout.split())
     assert first - int(run[0].stdout) < 160 << 20
-    # What malloc retains between blocks in use settles after four rounds, then varies by some 8 MiB.
+    # The memory that malloc retains between used blocks settles after four rounds, then varies by some 8 MiB.
     assert growth[7] - growth[3] < 24 << 20

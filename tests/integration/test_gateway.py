@@ -1,4 +1,6 @@
-"""OpenAI's SDK against gateway, dispatchers and workers as real processes, and the same calls through our SDK."""
+"""OpenAI's SDK against gateway, dispatchers and workers as real processes; answers are compared with those of our
+SDK.
+"""
 
 import asyncio
 import json
@@ -57,7 +59,9 @@ def through_the_sdk(running: RunningCluster, **arguments: Any) -> Generation:
 
 
 def everything_is_at_zero(running: RunningCluster) -> None:
-    """Waits until all counters are zero: the gateway notices a closed connection when its event loop handles it."""
+    """Waits until all counters are zero, since the gateway notices a closed connection only when its event loop handles
+    it.
+    """
 
     def in_flight() -> list[str]:
         lines = http.get("/metrics").text.splitlines()
@@ -75,7 +79,7 @@ def everything_is_at_zero(running: RunningCluster) -> None:
 # ----------------------------------------------------------------------------------------------- answers
 
 
-def test_chat_says_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> None:
+def test_chat_equals_the_sdks_answer(running: RunningCluster, ai: OpenAI) -> None:
     ours = through_the_sdk(
         running, messages=MESSAGES, sampling=SamplingParams(max_tokens=24, temperature=0.9, top_p=0.8, seed=11)
     )
@@ -118,9 +122,7 @@ def test_chat_says_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> Non
     assert len([chunk for chunk in long if chunk.choices[0].delta.content]) > 1
 
 
-def test_what_was_computed_for_another_request_is_said_and_a_salt_keeps_it_apart(
-    running: RunningCluster, ai: OpenAI
-) -> None:
+def test_cached_tokens_are_reported_and_a_salt_separates_caches(running: RunningCluster, ai: OpenAI) -> None:
     def cached_tokens(salt: str) -> int:
         answer = ai.completions.create(
             model=MODEL, prompt=list(range(40, 104)), max_tokens=2, extra_body={"cache_salt": salt}
@@ -135,7 +137,7 @@ def test_what_was_computed_for_another_request_is_said_and_a_salt_keeps_it_apart
     assert cached_tokens("other") == 0
 
 
-def test_completions_say_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> None:
+def test_completions_equal_the_sdks_answers(running: RunningCluster, ai: OpenAI) -> None:
     ours = through_the_sdk(running, prompt="a ship", sampling=SamplingParams(max_tokens=16, temperature=0.0))
     tokens = [7, 8, 9]
     of_tokens = through_the_sdk(running, token_ids=tokens, sampling=SamplingParams(max_tokens=16, temperature=0.0))
@@ -385,7 +387,7 @@ def test_request_ids_are_echoed_and_may_repeat(running: RunningCluster, ai: Open
 # ----------------------------------------------------------------------------------------------- disconnects
 
 
-def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
+def test_a_disconnect_cancels_the_request(running: RunningCluster) -> None:
     async def story() -> None:
         endless: Any = {"model": MODEL, "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
         async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x", max_retries=0) as ai:
@@ -393,7 +395,7 @@ def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
                 stream = await ai.chat.completions.create(**endless, stream=True, n=n)
                 await anext(aiter(stream))
                 await stream.close()
-            for _ in range(2):  # without streaming, too, no one waits for the answer
+            for _ in range(2):  # without streaming too, the client leaves without the answer
                 with pytest.raises(openai.APITimeoutError):
                     await ai.chat.completions.create(**endless, timeout=0.3)
             task = asyncio.create_task(ai.chat.completions.create(**endless))
@@ -409,7 +411,7 @@ def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
         assert float(line.split()[-1]) >= 3
 
 
-def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: RunningCluster) -> None:
+def test_a_thousand_disconnects_leave_nothing_behind(running: RunningCluster) -> None:
     host, port = running.cluster.processes["gateway"][0].address.rsplit(":", 1)
     body = json.dumps({"messages": MESSAGES, "stream": True, "ignore_eos": True, "n": 2}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
@@ -417,7 +419,9 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     service = next(p for p in [gateway, *gateway.children()] if "services.gateway" in " ".join(p.cmdline()))
 
     async def leave(index: int, few: asyncio.Semaphore) -> None:
-        """Leaves half of a request, or leaves before the first token, after it, or later; cleanly or by a reset."""
+        """Sends a request of kind `index` and disconnects: after half of the request, or before, at or after the first
+        token; cleanly or by a reset.
+        """
         async with few:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(head + (body if index % 8 else body[:-3]))
@@ -439,7 +443,7 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     files_before = service.num_fds()
     running.run(story(), timeout_s=250)
     everything_is_at_zero(running)
-    # Allows for connections to dispatchers and the keep-alive connections of this test.
+    # Allows for connections to dispatchers, and for this test's keep-alive connections.
     running.run(soon(lambda: service.num_fds() <= files_before + 8))
 
 
@@ -482,7 +486,7 @@ def test_overload_says_when_to_come_again_and_a_lost_cluster_ends_streams_with_a
         running.run(story())
 
 
-def test_events_are_what_the_specification_says(http: httpx.Client) -> None:
+def test_events_follow_the_specification(http: httpx.Client) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, "stream": True}
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -525,7 +529,7 @@ def test_the_page_is_not_served_unasked(http: httpx.Client) -> None:
     assert http.get("/dashboard").status_code == 404
 
 
-def test_a_gateway_that_is_told_to_stop_finishes_what_it_has(with_page: RunningCluster) -> None:
+def test_a_stopped_gateway_finishes_its_requests(with_page: RunningCluster) -> None:
     async def story() -> None:
         async with AsyncOpenAI(base_url=with_page.cluster.http_urls[0], api_key="x", max_retries=0) as ai:
             stream = await ai.chat.completions.create(

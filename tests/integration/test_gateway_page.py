@@ -1,5 +1,5 @@
-"""The dashboard of a gateway that requires tokens: which tokens may change the cluster, and what the page says of
-others.
+"""The dashboard of a gateway that requires tokens: which tokens may change the cluster, and what the page shows for
+other tokens.
 """
 
 import json
@@ -57,7 +57,7 @@ class Guarded:
         return {**OURS, "Authorization": f"Bearer {token}"}
 
     def at_rest(self, last: str) -> None:
-        """Waits until the last transition has ended with the text `last`; until then another one is refused."""
+        """Waits until the last transition has ended with the text `last`, since another one is refused until then."""
         give_up_at_s = time.monotonic() + 60
         while last not in (told := self._last_line()):
             assert time.monotonic() < give_up_at_s, told
@@ -163,7 +163,7 @@ def test_orders_from_the_page_need_a_token_and_say_so(guarded: Guarded, name: st
         browser.click(".orders .drop")
         browser.until("/overboard$/.test(document.querySelector('#notice:not(.bad)')?.textContent)")
         browser.until(f"{SUNK} > 0")
-        browser.open(guarded.page)  # a reload: this tab has stored the token
+        browser.open(guarded.page)  # a reload; this tab has stored the token
         browser.until(f"{SUNK} === 4")  # two layers of each worker: the gateway also knows a follower's layers
         assert browser.run("return document.querySelector('#token').hidden")
         assert browser.run("return document.documentElement.scrollWidth") <= size[0]

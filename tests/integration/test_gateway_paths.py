@@ -1,4 +1,4 @@
-"""Paths of other servers' APIs: served, or refused with OpenAI's error object."""
+"""Paths of other servers' APIs, which are served or refused with OpenAI's error object."""
 
 import json
 import urllib.error

@@ -20,7 +20,7 @@ def ai(with_a_gateway: RunningCluster) -> Generator[OpenAI]:
         yield client
 
 
-def test_a_response_says_what_a_chat_says(ai: OpenAI) -> None:
+def test_a_response_equals_the_chats_answer(ai: OpenAI) -> None:
     chat = ai.chat.completions.create(
         model=MODEL,
         messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "a ship"}],
@@ -94,7 +94,7 @@ def strict() -> Any:
     return {**CLOCK, "parameters": {"type": "object", "properties": {}, "additionalProperties": False}, "strict": True}
 
 
-def test_a_form_is_kept_and_what_needs_a_store_is_refused(ai: OpenAI) -> None:
+def test_structured_output_works_and_stored_responses_are_refused(ai: OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"masts": {"type": "integer", "minimum": 1, "maximum": 9}},

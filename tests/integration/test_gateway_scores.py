@@ -28,7 +28,7 @@ def generated(ai: OpenAI) -> tuple[list[int], Any]:
     return answer.choices[0].token_ids, answer.choices[0].logprobs
 
 
-def test_what_was_generated_scores_the_same_as_a_prompt(ai: OpenAI) -> None:
+def test_generated_tokens_have_the_same_logprobs_in_a_prompt(ai: OpenAI) -> None:
     tokens, logprobs = generated(ai)
     for limit in (0, 1):
         echoed: Any = ai.completions.create(

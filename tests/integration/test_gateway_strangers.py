@@ -1,4 +1,4 @@
-"""Requests as third-party programs write them: agents' histories, tools of MCP servers, odd fields, unusual HTTP."""
+"""Requests as third-party programs send them: agents' histories, tools of MCP servers, odd fields, unusual HTTP."""
 
 import json
 import socket
@@ -165,7 +165,7 @@ def test_tools_as_their_servers_describe_them(door: Door, parameters: dict[str, 
         "<think>\na < b and </thin k> c\n</think>\n\nYes <b>",
     ],
 )
-def test_a_stream_says_what_a_complete_answer_says(door: Door, text: str) -> None:
+def test_a_stream_equals_the_complete_answer(door: Door, text: str) -> None:
     asked = {"tools": [WEATHER], "logprobs": True, "return_token_ids": True, "temperature": 0, **says(text)}
     whole = door.chat(**asked)
     message = whole["message"]

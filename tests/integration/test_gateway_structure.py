@@ -121,8 +121,8 @@ class Public:
         self.refused: list[int] = []
 
     async def draw(self, count: int) -> list[int]:
-        """Indices of the first `count` schemas that the cluster accepts; those it does not support must be refused at
-        once.
+        """Indices of the first `count` schemas that the cluster accepts. Schemas that it does not support must be
+        refused at once.
         """
         taken: list[int] = []
         for number in range(len(self.schemas)):
@@ -139,8 +139,8 @@ class Public:
         raise AssertionError(f"only {len(taken)} schemas of {len(self.schemas)} are supported")
 
     async def answer(self, number: int) -> str:
-        """Since a random model ends no string by itself, a logit bias makes it close what is open: a small one, then a
-        large one.
+        """The answer to a schema. A random model ends no string by itself, so a logit bias makes it close open ones:
+        first a small bias, then a large one.
         """
         for push in (6, 100):
             choice = await self._ask(number, dict.fromkeys(self._closing, push), max_tokens=900)
@@ -200,7 +200,7 @@ def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(r
 
 
 async def under_way(running: RunningCluster, asked: asyncio.Task[list[str]]) -> None:
-    """Waits until requests run, or until all have ended if this process is too late."""
+    """Waits until requests run, or until all have ended in case this process is too slow to see them running."""
     async with AsyncClient(running.cluster.address) as client:
         await until(client, lambda now: now.running_request_count > 0 or asked.done())
 
@@ -292,7 +292,7 @@ def test_tools_are_called_as_asked(ai: OpenAI) -> None:
     assert calls[0].function.name in ("weather", "clock")
     assert required.choices[0].message.content is None
 
-    # A tool call that the model writes freely is parsed according to its chat template; a grammar forces the model to
+    # A tool call that the model writes freely is parsed according to its chat template; here a grammar makes the model
     # write one.
     written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     free: Any = {"structured_outputs": {"choice": [f"Let me see. {written}"]}}

@@ -80,7 +80,7 @@ def test_streams_and_responses_count_the_same_tokens(thinking: Thinking, ai: Ope
     chunks = list(ai.chat.completions.create(**options, stream=True, stream_options=usage))
     said, wanted = chunks[-1].usage, answer.usage
     assert said is not None
-    assert wanted is not None  # prompt details may differ, since the second request finds the prompt cached
+    assert wanted is not None  # prompt details may differ, since the second request hits the prefix cache
     assert said.completion_tokens_details == wanted.completion_tokens_details
     assert (said.prompt_tokens, said.completion_tokens) == (wanted.prompt_tokens, wanted.completion_tokens)
     thought = "".join(getattr(c.choices[0].delta, "reasoning", None) or "" for c in chunks if c.choices)

@@ -1,4 +1,4 @@
-"""The page on GPU pace can be generated without a GPU, with a tiny model."""
+"""The page on GPU pace can be generated without a GPU, using a tiny model."""
 
 import subprocess
 import sys

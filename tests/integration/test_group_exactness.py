@@ -1,4 +1,4 @@
-"""Whatever happens to the layout, every token is the one that an undisturbed worker generates (I2).
+"""However the layout changes, every token equals the one that an undisturbed worker generates (I2).
 
 `make test-exactness` runs many more histories: BALLAST_EXACTNESS_HISTORIES sets how many, and
 BALLAST_EXACTNESS_KV_CACHE_DTYPE=fp8_e4m3 runs them with float8 KV.
@@ -26,15 +26,15 @@ HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
 FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))
 PLACE = replace(HERE, kv_cache_dtype=os.environ.get("BALLAST_EXACTNESS_KV_CACHE_DTYPE", HERE.kv_cache_dtype))
 REQUESTS = 50
-BLOCK = 14  # histories per test: enough that together they cover every kind of event
+BLOCK = 14  # histories per test, enough that together they cover every kind of event
 LAYERS = (4, 7, 5)
 CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layer count: more KV than half the parameters
 CROWDED = 5  # every fifth history is crowded
-WAVES_FIRST_SEED = 100_002  # crowded, with seeds of their own: in half of them a drop lacks room for all KV at once
+WAVES_FIRST_SEED = 100_002  # crowded, with separate seeds: in half of them a drop lacks room for all KV at once
 WAVES_HISTORIES = 20
 
 OVER_A_DRIVER = (3, 4)
-WITH_ADAPTERS = range(0, 12, 3)  # these seeds use models of the same depth; one swaps
+WITH_ADAPTERS = range(0, 12, 3)  # these seeds use models of the same depth; one of them swaps
 ON_A_GPU = range(8)  # seeds; two of them swap
 
 Known = tuple[Path, list[Wish], list[Expected]]
@@ -73,13 +73,13 @@ def test_no_token_changes_whatever_happens_to_the_layout(first: int, known: Call
 
 @pytest.mark.timeout(60 + 60 * WAVES_HISTORIES)
 def test_no_token_changes_where_victims_wait_for_room(known: Callable[[int], Known]) -> None:
-    """Runs histories until one has victims that wait for room, which depends on the machine's speed, too."""
+    """Runs histories until one has victims that wait for room, since that depends on the machine's speed, too."""
     seeds = range(WAVES_FIRST_SEED, WAVES_FIRST_SEED + CROWDED * WAVES_HISTORIES, CROWDED)
     assert any(_run(seed, known).later_waves for seed in seeds)
 
 
 def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int], Known]) -> None:
-    """Drops, aborts and restores through `memory.cuda` and its real bindings, on a fake driver in host memory."""
+    """Drops, aborts and restores through `memory.cuda` and its real bindings, with a fake driver in host memory."""
     driver = fake_driver.load()
     driver.set_granularity(16 << 10)
     driver.fail_at(None)
@@ -136,7 +136,7 @@ def test_no_token_changes_on_a_gpu(tmp_path: Path) -> None:
     """Drops, exchanges, aborts, restores, migrations and swaps of two to four workers that share a GPU, in float32.
 
     The expected tokens are computed by a single worker on the same GPU. A matmul may round differently in another
-    batch, so a token that differs at a near-tie is not an error; the answer's story says where it was.
+    batch, so a token that differs at a near-tie is not an error; the answer's story contains its position.
     """
     tally = Tally()
     for layers in LAYERS[:2]:
@@ -171,7 +171,7 @@ def _check_that_it_has_seen_what_it_is_about(tally: Tally) -> None:
     assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
     assert min(tally.by_tokens, tally.sharing) > 0
-    assert tally.steps_ahead > tally.requests // 20  # the slower the machine, the fewer steps between two changes
+    assert tally.steps_ahead > tally.requests // 20  # the slower the machine, the fewer steps run between two changes
 
 
 def _descriptors() -> int:

@@ -78,7 +78,7 @@ PAIR = [[("w0", 0, 2), ("w1", 2, 6)]]
 
 
 def hold_exchange(cluster: Cluster) -> Callable[[], None]:
-    """Holds back the KV requested after a commit until the returned function is called."""
+    """Holds back the KV that is requested after a commit, until the returned function is called."""
     held, lock, over = list[tuple[str, KvAsked]](), threading.Lock(), threading.Event()
 
     def hold(name: str, worker: GroupWorker) -> None:
@@ -201,7 +201,7 @@ def test_victims_without_room_are_recomputed(model_dir: Path, expected: Callable
 def test_a_survivor_becomes_whole_again(
     survivor: str, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """After the drop, one member's links break: the other reloads the missing layers from its checkpoint."""
+    """After the drop, one member's links break. The other one must reload the missing layers from its checkpoint."""
 
     async def run() -> list[tuple[int, ...]]:
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
@@ -233,7 +233,7 @@ def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
     committed: bool, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     """The planner has lost w1, although its links work. w0 leaves the pair or the exchange, becomes whole and takes
-    part in later plans; w1 learns this through its links. Neither reports the abandoned transition as running any more.
+    part in later plans; w1 learns of this through its links. Neither still reports the abandoned transition as running.
     """
 
     async def run() -> list[tuple[int, ...]]:
@@ -273,7 +273,7 @@ def _are_whole(cluster: Cluster, target: Layout) -> bool:
 def test_kv_waits_for_room_among_the_transfers_of_a_link(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """With more sequences than a link transfers at once, none is forgotten."""
+    """No sequence may be forgotten if there are more of them than a link transfers at once."""
     narrow = replace(SLOW, transport=replace(SLOW.transport, max_transfers=1, rate_bytes_per_s=3e6))
 
     async def run() -> list[tuple[int, ...]]:
@@ -326,7 +326,7 @@ def test_a_member_lost_before_the_commit(model_dir: Path, expected: Callable[[in
 def test_a_flipped_byte_is_found_and_the_layer_had_from_elsewhere(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """A parameter in w1's memory is corrupted; w0 has kept the checksum of the layer that it gave up."""
+    """A parameter in w1's memory is corrupted; w0 still has the checksum of that layer, which it dropped."""
 
     async def run() -> list[tuple[int, ...]]:
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
@@ -390,7 +390,9 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
 def test_a_stage_that_cannot_run_a_batch_ends_the_requests_in_it_and_nothing_else(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]], stage: str
 ) -> None:
-    """Earlier batches complete before the failed one, and later batches still apply its additions and removals."""
+    """Earlier batches complete before the failed one, and later batches still apply the additions and removals of the
+    failed one.
+    """
     failed: list[Batch] = []
 
     async def run() -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Messages between members of a group may arrive late, out of order, at any length, or not at all."""
+"""Messages between members of a group may arrive late, out of order, at any length, or never."""
 
 import asyncio
 import json
@@ -61,12 +61,14 @@ async def alone_says(
 
 
 def blocks_of(worker: GroupWorker) -> int:
-    """The number of KV blocks that this leader counts on."""
+    """The number of KV blocks that this leader reports."""
     return worker.shell.load().block_count
 
 
-async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
-    """A stage's old capacity reaches the leader late; the leader aborts the restore before the stage learns of it."""
+async def test_an_old_capacity_does_not_count_after_an_aborted_restore(model_dir: Path) -> None:
+    """A stage's old capacity reaches the leader late, and the leader aborts the restore before the stage learns of
+    it.
+    """
 
     sizes = Sizes(memory_bytes=10 << 19)
     async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
@@ -83,7 +85,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
         most = home
         while w1.book.block_count == home or blocks_of(w0) != before:
             counted_on = blocks_of(w0)
-            most = max(most, counted_on if w1.book.block_count == home else 0)  # unchanged during the reading
+            most = max(most, counted_on if w1.book.block_count == home else 0)  # if w1 has not changed since
             await asyncio.sleep(0.001)
         assert most == home
         assert (p := w1.progress(3)) is not None
@@ -92,7 +94,9 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
 
 
 async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
-    """The roster comes from the leader, batches from the previous stage. They may contain sequences that it resets."""
+    """The leader sends the roster, and the previous stage sends batches, which may contain sequences that the roster
+    resets.
+    """
     lengths = [150, 130, 110, 90, 70, 50, 30, 10]
     sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
@@ -115,8 +119,8 @@ async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -
 
 
 def _hold_back(worker: GroupWorker, topic: Topic, until_: Callable[[], bool], within_s: float) -> list[bool]:
-    """Delays messages of `topic`, on links made from now on, until `until_` or for `within_s` seconds. Returns a list
-    with the value of `until_()` for each delivered message.
+    """Delays messages of `topic`, on links opened from now on, until `until_()` is true or for `within_s` seconds.
+    Returns a list with the value of `until_()` at each delivery.
     """
     hub, came = worker.member._hub, list[bool]()
     deliver: Callable[[Link, Message], None] = hub.on_message
@@ -134,7 +138,7 @@ def _hold_back(worker: GroupWorker, topic: Topic, until_: Callable[[], bool], wi
 
 
 async def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> None:
-    """The header of a batch, and also a result, is too large to be inlined in one message."""
+    """The header of a batch, and also a result, are too large to be inlined in one message."""
     sizes = Sizes(memory_bytes=24 << 20, max_batch_tokens=1 << 14)
     lengths, sampling = [1900 + i for i in range(12)], greedy(4, logprobs=20)
     expected = await alone_says(model_dir, sizes, lengths, sampling)
@@ -177,7 +181,7 @@ async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
 
 
 async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:
-    """A member closes its links when its engine fails or it has to stop. The others must not wait for it forever."""
+    """A member closes its links if its engine fails or if it has to stop. The others must not wait for it forever."""
 
     async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
@@ -192,8 +196,8 @@ async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(mode
 
 
 @pytest.mark.parametrize("forgotten", [TransitionKind.DROP, TransitionKind.RESTORE])
-async def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: TransitionKind) -> None:
-    """A planner that has lost its journal plans anew, and never aborts what was prepared."""
+async def test_a_newer_plan_rolls_back_an_undecided_one(model_dir: Path, forgotten: TransitionKind) -> None:
+    """A planner that has lost its journal plans again without aborting the transition that members have prepared."""
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(120))
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
@@ -213,7 +217,7 @@ async def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Pa
 
 
 async def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Path) -> None:
-    """A planner that has lost the layout assumes that every worker serves alone."""
+    """A planner that has lost the layout believes that every worker serves alone."""
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
@@ -246,8 +250,8 @@ async def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path)
         assert await whole(cluster, answers) == [e[0] for e in expected]
 
 
-async def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All planners and the state server are lost, and the new planner starts no transition."""
+async def test_a_forgotten_plan_is_rolled_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All planners and the state server lose their data, and the new planner starts no transition."""
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(60))
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:

@@ -1,4 +1,4 @@
-"""Nothing sent to a port ends a process or withholds tokens from other clients."""
+"""No data sent to a port ends a process or withholds tokens from other clients."""
 
 import asyncio
 import contextlib
@@ -62,10 +62,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 async def serves(cluster: LocalCluster) -> list[int]:
-    """The tokens of a plain request. Checks that no process has ended."""
+    """Sends a plain request and returns its tokens. Checks that no process has ended."""
     async with AsyncClient(cluster.address) as client:
         answer = await client.generate(token_ids=(5, 6, 7), sampling=GREEDY, deadline_s=60.0)
-    await asyncio.sleep(0.5)  # a process that crashes does so by now
+    await asyncio.sleep(0.5)  # a crash shows within this time
     assert cluster.crash() is None
     return list(answer.token_ids)
 
@@ -99,7 +99,7 @@ def test_a_client_that_reads_nothing_and_leaves_ends_its_own_stream(running: Run
         request.sampling.MergeFrom(cluster_pb2.SamplingParams(max_tokens=3000, ignore_eos=True, logprobs=20))
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
         await call.read()
-        await asyncio.sleep(4.0)  # until flow control blocks the dispatcher's writes
+        await asyncio.sleep(4.0)  # until flow control blocks the dispatcher's writes to this client
         await channel.close()
         assert await serves(running.cluster)
 
@@ -144,7 +144,7 @@ def test_an_impossible_place_is_refused_and_ends_no_planner(running: RunningClus
     running.run(story())
 
 
-def test_what_is_small_on_the_wire_and_large_behind_it_is_refused(running: RunningCluster) -> None:
+def test_messages_that_expand_are_refused(running: RunningCluster) -> None:
     async def story() -> None:
         options = (("grpc.max_send_message_length", -1),)
         gzip = grpc.Compression.Gzip
@@ -159,7 +159,7 @@ def test_what_is_small_on_the_wire_and_large_behind_it_is_refused(running: Runni
 
 
 def test_a_drip_at_a_workers_door_holds_no_drop_up(running: RunningCluster) -> None:
-    """Slow connections to all link ports must not delay a drop, nor to those of a worker without any links yet."""
+    """Slow connections to all link ports must not delay a drop, including those to a worker that has no links yet."""
     cluster = running.cluster
 
     async def drip(address: str) -> None:
@@ -239,7 +239,7 @@ def test_a_crowd_leaves_nothing_behind_and_others_are_served(running: RunningClu
 
 
 @pytest.mark.rotating
-def test_ten_thousand_mutated_messages_end_nobody(running: RunningCluster) -> None:
+def test_ten_thousand_mutated_messages_end_no_process(running: RunningCluster) -> None:
     async def story() -> None:
         report = await Fuzz(running.cluster, seed=7, ports=await link_addresses(running.cluster)).run(10_000)
         assert report.ended == []

@@ -1,4 +1,6 @@
-"""Instances with ranks on two hosts: loopback addresses, a model folder per host, and nothing shared."""
+"""Instances with ranks on two hosts, emulated by loopback addresses and a model folder per host, with nothing
+shared.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""A cluster with TLS, certificates and tokens, as real processes: which calls work, and which are refused and why."""
+"""A cluster with TLS, certificates and tokens, as real processes: which calls succeed, and which are refused and
+why.
+"""
 
 import asyncio
 import contextlib
@@ -226,7 +228,7 @@ def test_only_its_own_token_or_an_operator_cancels_a_request(secured: Secured) -
     secured.running.run(story())
 
 
-def test_a_certificate_of_another_ca_reaches_nobody(secured: Secured, tmp_path: Path) -> None:
+def test_a_certificate_of_another_ca_is_refused_by_all_services(secured: Secured, tmp_path: Path) -> None:
     make_certificates(tmp_path, days=1, hosts=[], workers=[])
     for name in ("monitor", "planner", "worker", "dispatcher", "operator"):  # trusts our CA
         (tmp_path / name / "ca.crt").write_bytes(secured.ca.read_bytes())
@@ -247,7 +249,7 @@ def test_a_certificate_of_another_ca_reaches_nobody(secured: Secured, tmp_path: 
     secured.running.run(story())
 
 
-def test_a_role_does_what_is_its_own(secured: Secured) -> None:
+def test_a_role_may_make_only_its_own_calls(secured: Secured) -> None:
     async def story() -> None:
         services: tuple[Service, ...] = ("worker", "monitor", "planner")
         before = {name: secured.refused(name, "role") for name in services}
@@ -341,7 +343,7 @@ def test_a_withdrawn_token_is_refused_and_renewed_certificates_are_taken_without
 
 
 def test_openai_clients_bring_their_token_to_the_gateway(secured: Secured) -> None:
-    """Over TLS; the gateway passes the token on to a dispatcher, which checks it."""
+    """The clients use TLS. The gateway passes their token on to a dispatcher, which checks it."""
     context = ssl.create_default_context(cafile=str(secured.ca))
     (url,) = secured.running.cluster.http_urls
 
@@ -392,7 +394,7 @@ def test_no_token_and_no_secret_is_in_a_log(secured: Secured) -> None:
 
 
 def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
-    """They are counted within the time that a connection has for its first call."""
+    """A handshake without a call is counted once the time for a connection's first call is over."""
     services: tuple[Service, ...] = ("worker", "planner", "monitor")
 
     def count(service: Service) -> float:

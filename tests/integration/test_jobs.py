@@ -1,4 +1,4 @@
-"""Batches on a real cluster: OpenAI's client and file format, and exactly one result per line despite kills and
+"""Batches on a real cluster with OpenAI's client and file format: exactly one result per line despite kills and
 restarts.
 """
 
@@ -87,7 +87,7 @@ def awaited(ai: OpenAI, batch: Batch, within_s: float = 60.0) -> Batch:
 
 
 def results(ai: OpenAI, batch: Batch) -> dict[str, Any]:
-    """The results by custom id. Checks that no line has two."""
+    """The results by custom id. Checks that no line has two results."""
     found: dict[str, Any] = {}
     for file_id in (batch.output_file_id, batch.error_file_id):
         for text in ai.files.content(file_id).text.splitlines() if file_id else ():
@@ -101,7 +101,7 @@ def texts(found: dict[str, Any]) -> dict[str, str]:
     return {name: said["response"]["body"]["choices"][0]["message"]["content"] for name, said in found.items()}
 
 
-def test_openais_client_reads_what_a_batch_answered(kept: RunningCluster) -> None:
+def test_openais_client_reads_the_results_of_a_batch(kept: RunningCluster) -> None:
     ai = client_of(kept)
     content = [line(i) for i in range(20)]
     content[7] = line(7, max_tokens=-1)
@@ -213,7 +213,7 @@ def test_the_example_finds_its_batch_again(kept: RunningCluster, tmp_path: Path)
 
 @pytest.mark.rotating
 def test_every_line_has_one_result_whatever_happens(model: Path, tmp_path: Path) -> None:
-    """BALLAST_JOB_LINES sets the number of lines; use 10000 for the full size."""
+    """BALLAST_JOB_LINES sets the number of lines; the full size is 10000."""
     folder, file, began_s = tmp_path / "jobs", tmp_path / "in.jsonl", time.monotonic()
     folder.mkdir()
     tokens = max(3, 50_000 // LINES)  # so that the batch outlasts all disturbances
@@ -280,7 +280,7 @@ class _Disturbed:
         keeper.cancel()
         await asyncio.wait([keeper])
         for process in [one for each in self._cluster.processes.values() for one in each]:
-            process.may_end = True  # some may be about to be restarted
+            process.may_end = True  # processes that are about to be restarted may end
         await self._kill("jobs")
         self._cluster.keep_logs = False
 
@@ -292,8 +292,8 @@ class _Disturbed:
         self.told.append("the client that waits was killed")
 
     async def _pause_jobs(self, index: int) -> None:
-        """Stops a replica so long that the other one takes over if this one had the lease; when resumed, both believe
-        they lead.
+        """Stops a replica for so long that the other one takes over if the stopped one had the lease. When resumed,
+        both believe that they lead.
         """
         self._cluster.kill("jobs", index, signal.SIGSTOP)
         await asyncio.sleep(2.5)
@@ -321,8 +321,8 @@ class _Disturbed:
         ai.close()
 
     async def _fill_disk(self) -> None:
-        """Fills the disk: for a while, results still fit into the existing file of the store's log; uploaded files do
-        not.
+        """Fills the disk. For a while, results still fit into the existing file of the store's log, but uploaded files
+        do not fit.
         """
         filler, epoch = self._folder / "filler", Store.last_epoch(self._folder)
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -341,7 +341,7 @@ class _Disturbed:
 
 @contextlib.contextmanager
 def _small_disk(folder: Path) -> Generator[bool]:
-    """Mounts a small tmpfs at `folder`, to be filled. Yields False if this process may not mount one."""
+    """Mounts a small tmpfs at `folder`, which the test fills. Yields False if this process may not mount one."""
     command = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(folder)]
     may = subprocess.run(command, capture_output=True, check=False).returncode == 0
     try:

@@ -158,7 +158,7 @@ def test_an_empty_transfer_is_delivered(bench: Bench, shared_peer: PeerProcess) 
 
 
 def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> None:
-    bench.open(rate_bytes_per_s=MB, chunk_bytes=16 * 1024)  # 64 MiB take a minute, one chunk 16 ms
+    bench.open(rate_bytes_per_s=MB, chunk_bytes=16 * 1024)  # 64 MiB take a minute, and one chunk takes 16 ms
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)
     shared_peer.call("wait", what="openings", count=1)
@@ -356,7 +356,7 @@ def test_the_next_epoch_gets_a_link_of_its_own_over_the_same_connection(bench: B
     assert [facts.epochs for facts in plane.facts()] == [(2,)]
 
 
-def test_a_retired_link_refuses_what_still_comes(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_a_retired_link_refuses_late_messages(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(shared_peer, "w2")
     link.connection._links.clear()  # as if this side had left and its notice were still on the way
@@ -367,7 +367,7 @@ def test_a_retired_link_refuses_what_still_comes(bench: Bench, shared_peer: Peer
     assert link.counts.stale_frames == 3
 
 
-def test_a_peer_that_leaves_an_epoch_ends_what_is_under_way(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_a_peer_that_leaves_an_epoch_ends_its_transfers(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open(rate_bytes_per_s=MB, chunk_bytes=64 * 1024)
     link, other = (bench.link(shared_peer, "w2", epoch=epoch) for epoch in (1, 2))
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)

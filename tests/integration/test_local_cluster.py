@@ -46,7 +46,7 @@ async def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(m
 
 
 @pytest.mark.rotating
-async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path) -> None:
+async def test_a_drained_worker_gets_no_new_requests_and_finishes_its_own(model: Path) -> None:
     async with (
         LocalCluster(model, workers=2, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
         AsyncClient(cluster.addresses) as client,
@@ -61,7 +61,7 @@ async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model:
 
         running = [asyncio.create_task(load(i)) for i in range(8)]
         await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
-        # Only dispatchers are asked; the second request repeats the first.
+        # Both requests go only to dispatchers; the second repeats the first.
         for address in cluster.addresses:
             assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
         assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)
@@ -113,7 +113,7 @@ def draining(status: ClusterStatus) -> set[str]:
 
 
 async def prompt_tokens(cluster: LocalCluster) -> dict[str, int]:
-    """Prompt tokens according to the workers themselves, since a dispatcher's figures may be slightly old."""
+    """Prompt tokens as counted by the workers themselves, since a dispatcher's figures may be slightly outdated."""
     found: dict[str, int] = {}
     for worker in cluster.processes["worker"]:
         async with open_channel(worker.address) as channel:

@@ -48,7 +48,7 @@ async def answer(client: AsyncClient, ids: list[int], count: int) -> tuple[int, 
 
 @contextlib.asynccontextmanager
 async def ordinary(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGenerator[None]:
-    """Repeats short requests for as long as the block lasts; each must be answered as expected."""
+    """Repeats short requests until the block ends; each answer must be as expected."""
     over = asyncio.Event()
 
     async def again(i: int) -> None:

@@ -1,4 +1,4 @@
-"""The state server loses all data and no planner is left: running requests continue, and a new planner rediscovers the
+"""The state server loses all data and no planner is left. Running requests continue, and a new planner rediscovers the
 groups.
 """
 
@@ -69,8 +69,10 @@ def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
         running.run(story())
 
 
-def test_layers_come_from_those_who_have_them_when_a_member_is_lost(tmp_path: Path) -> None:
-    """Without the checkpoint: survivors hold two thirds of the layers, and the worker outside the group holds all."""
+def test_after_the_loss_of_a_member_layers_come_from_their_holders(tmp_path: Path) -> None:
+    """The checkpoint is gone: the survivors hold two thirds of the layers, and the worker outside the group holds
+    all.
+    """
     model = make_tiny("llama", tmp_path / "tiny", max_len=256, layers=6)
     with running_cluster(model, workers=4, device_memory_bytes=8 << 20) as running:
         cluster = running.cluster
@@ -130,7 +132,7 @@ def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path:
                 async with open_channel(cluster.processes["planner"][0].address) as channel:
                     stub = planner_pb2_grpc.PlannerServiceStub(channel)
                     names = [worker.id for worker in cluster.processes["worker"][:2]]
-                    cluster.kill("worker", 1, signal.SIGSTOP)  # else the preparation might end unobserved
+                    cluster.kill("worker", 1, signal.SIGSTOP)  # otherwise the preparation might end unobserved
                     asked = stub.Drop(pb.DropRequest(worker_ids=names, request_id="drop"), timeout=60)
                     before = await _while_preparing(state)
                     cluster.kill("worker", 1, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The monitor of a real cluster detects a burst from its KV bytes, and detects its end."""
+"""The monitor of a real cluster detects the beginning and the end of a burst from the KV bytes."""
 
 import asyncio
 import urllib.request
@@ -98,7 +98,7 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
 
 
 async def first_overload(running: RunningCluster, listening: asyncio.Event) -> monitor_pb2.Overload:
-    """The first overload event that the planner would see. Sets `listening` once the subscription is active."""
+    """The first overload event that a planner would receive. Sets `listening` once the subscription is active."""
     async with open_channel(running.cluster.processes["monitor"][0].address) as channel:
         watch = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(monitor_pb2.WatchEventsRequest())
         async with asyncio.timeout(60):

@@ -23,7 +23,7 @@ HISTORIES = int(os.environ.get("BALLAST_MIGRATION_HISTORIES", "6"))
 FIRST_SEED = int(os.environ.get("BALLAST_MIGRATION_FIRST_SEED", "0"))
 LAYERS, NAMES = 4, ["w0", "w1"]
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 20 for i in range(6)]  # five full blocks each
-# They run until the test cancels them: on a busy machine, the migrations under test may take seconds.
+# They run until the test cancels them, since on a busy machine the tested migrations may take seconds.
 LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 ROOMY = Sizes(memory_bytes=24 << 20, step_s=0.002)
 CRAWLING = TransportConfig(rate_bytes_per_s=40e3, chunk_bytes=8192, least_chunk_bytes=8192)
@@ -57,7 +57,7 @@ def test_no_token_changes_however_often_requests_move(tmp_path: Path) -> None:
 
 
 def _has_seen_what_it_is_about(tally: Tally) -> bool:
-    """Whether there were enough migrations; how many a history has depends on the machine's speed."""
+    """Whether there were enough migrations. Their number in a history depends on the machine's speed."""
     return HISTORIES < 6 or (tally.migrated > 20 and tally.not_migrated > 0 and tally.drops > 1)
 
 
@@ -76,8 +76,8 @@ async def test_requests_go_on_at_the_target_without_computing_anything_anew(
         answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]
         await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
         cluster.migrate("w0", "w1", within_s=60.0)
-        # After seconds of silence an offer is given up and repeated. If this process is starved of processor time, an
-        # answer takes that long.
+        # After seconds of silence an offer is abandoned and repeated. An answer takes that long if this process gets
+        # too little processor time.
         await until(lambda: _moved(cluster) == len(PROMPTS), 60.0)
         totals = cluster.workers["w0"].member.published.migrations
         print(totals)
@@ -121,7 +121,7 @@ async def test_a_target_that_is_full_refuses_before_anything_moves(model_dir: Pa
         await _end(cluster, answers + others)
 
 
-async def test_what_was_withdrawn_on_its_way_is_free_on_both_sides(model_dir: Path) -> None:
+async def test_a_migrating_request_that_is_cancelled_frees_both_sides(model_dir: Path) -> None:
     slow = replace(ROOMY, transport=CRAWLING)
     async with running_group(model_dir, NAMES, slow) as cluster:
         answers = await _at_w0(cluster, PROMPTS[:3])

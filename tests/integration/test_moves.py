@@ -91,7 +91,7 @@ async def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing
         await until_async(stream_is_gone, "the follower's streams to be closed")
         other.leads = True
         half = set(sorted(group.names(leader))[::2])
-        back_count = leader.hand_over(other, half)  # before any dispatcher knows of a stream to it
+        back_count = leader.hand_over(other, half)  # before any dispatcher has a stream to `other`
         await asyncio.sleep(0.05)
         group.publish([leader], [other])
         await until(lambda: other.resumed_count == back_count > 5, "half to be asked for at the other")
@@ -153,7 +153,7 @@ async def test_cancel_and_deadline_between_two_workers() -> None:
 
         async def both_ended() -> bool:
             status = await dispatcher.status()
-            # On a busy machine the client's own deadline may cancel the late request a moment earlier.
+            # On a busy machine the client's own deadline may expire a moment earlier and cancel the late request.
             return dict(status.requests_total) in ({"cancelled": 1, "deadline": 1}, {"cancelled": 2})
 
         await until_async(both_ended, "both to be counted")

@@ -37,7 +37,7 @@ from tools.local.ports import free_port
 from tools.model.tiny import make_preset, make_tiny
 
 ALERTS = FOLDER / "alerts.yml"
-TRACED = 1500  # tokens, so many that requests outlast the preparation of a drop
+TRACED = 1500  # tokens, enough that requests outlast the preparation of a drop
 _WORDS = re.compile(r'"[^"]*"|\b(?:by|without)\s*\(([^)]*)\)|\[[^\]]*\]')
 _SELECTOR = re.compile(r"\b((?:ballast|process|vllm:)_?[a-z0-9_]+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
@@ -66,7 +66,7 @@ def filled_in(query: str) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A cluster that has dropped and restored, and has answered requests throughout."""
+    """A cluster that has performed a drop and a restore, and has answered requests throughout."""
     model = make_preset("tiny", tmp_path_factory.mktemp("model") / "tiny")
     with running_cluster(
         model,
@@ -133,7 +133,7 @@ def samples_of(cluster: LocalCluster) -> list[Sample]:
     return found
 
 
-def test_the_boards_are_what_their_program_writes() -> None:
+def test_the_boards_are_up_to_date() -> None:
     for name in BOARDS:
         assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), (
             "run python -m deploy.observability.boards"
@@ -265,7 +265,7 @@ def test_a_query_of_a_board_or_of_the_page_returns_a_value(prometheus: Prometheu
 
 
 @pytest.mark.parametrize("name", alert_values())
-def test_what_an_alert_looks_at_has_a_value(prometheus: Prometheus, name: str) -> None:
+def test_every_alert_expression_has_a_value(prometheus: Prometheus, name: str) -> None:
     assert prometheus.values(alert_values()[name].replace("[5m]", "[20s]").replace("[15m]", "[20s]"))
 
 
@@ -278,7 +278,7 @@ def test_no_alert_is_raised_on_a_healthy_cluster(prometheus: Prometheus) -> None
     assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
 
 
-def test_the_files_are_what_prometheus_takes(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_files(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     config = (FOLDER / "prometheus.yml").read_text().replace("/etc/prometheus/alerts.yml", str(ALERTS))
@@ -381,7 +381,7 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
         assert call["parentSpanId"] == parent.split("-")[2]
         assert attributes(call)["http.route"] == "/v1/completions"
         assert attributes(call)["http.response.status_code"] == "200"
-    # A request of worker-1: those of worker-0, which leads the pair, move only in the restore, if at all.
+    # A request of worker-1, since those of worker-0, which leads the pair, move only in the restore, if at all.
     inner, stays, moved = next(
         (inner, stays, root)
         for root in roots
@@ -408,7 +408,7 @@ def parts_of(root: dict[str, Any], every: list[dict[str, Any]]) -> tuple[list[di
 
 
 def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) -> None:
-    """Checks the workers' spans: prefill and decode on one worker, then resume and decode on the other, with all
+    """Checks the workers' spans: prefill and decode on one worker, then resume and decode on the other. They cover all
     tokens.
     """
     worked = sorted(

@@ -20,7 +20,7 @@ from tools.model.tiny import make_tiny
 REQUESTS = 10_000
 QUEUED = 500
 PROMPTS = 500
-MAX_TOKENS = 40  # so many that requests arrive much faster than the workers serve them
+MAX_TOKENS = 40  # enough that requests arrive much faster than the workers serve them
 DEADLINE_S = 60.0
 # A worker's compiled kernels and allocator arenas grow once, to about 150 MiB, partly during warm-up
 # (benchmarks/results: memory-growth). After warm-up, growth of 15 to 23 MiB was measured in this test.

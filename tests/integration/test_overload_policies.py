@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Path) -> Tokens:
-    """The tokens with ample memory. Checks the greedy ones against `transformers`."""
+    """The tokens with ample memory. Greedy ones are checked against `transformers`."""
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
     with running_cluster(model, workers=1, device_memory_bytes=AMPLE_BYTES, flags=flags) as cluster:
 
@@ -77,7 +77,7 @@ def test_no_token_changes(
             async with AsyncClient(cluster.cluster.address) as client:
                 if policy == "static-pipeline":
                     await until(client, lambda now: [len(group.members) for group in now.groups] == [2])
-                for _ in range(ROUNDS):  # the monitor acts only after some time of observation
+                for _ in range(ROUNDS):  # the monitor acts only after it has observed the load for a while
                     assert await answers(client) == undisturbed
                     status = await until(client, idle)
                     loads = [group.load for group in status.groups if group.load is not None]

@@ -1,4 +1,4 @@
-"""The documentation's pages show the output of the commands that they name, and the examples work as described."""
+"""The documentation's pages show the actual output of their commands, and the examples work as described."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ def shell() -> Iterator[Session]:
 
 
 @pytest.mark.parametrize("page", ["docs/first-cluster.md", "README.md"])  # the first page needs a new cluster
-def test_a_page_shows_what_its_commands_print(page: str, shell: Session) -> None:
+def test_a_page_shows_the_output_of_its_commands(page: str, shell: Session) -> None:
     told = [step for step in steps(ROOT / page) if step.printed is not None]
     assert len(told) >= 5
     for step in told:
@@ -133,7 +133,7 @@ def test_policies() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 111])
 def test_the_example_of_policies_shows_that_a_drop_helps(seed: int) -> None:
-    """With two of these seeds, a restore under load used to delay other requests by seconds."""
+    """With two of these seeds, a restore under load once delayed other requests by seconds."""
     drawn = simulated("--policy", "recompute,drop", "--seed", str(seed))
     assert drawn["drop"]["ttft_s"]["p99"] < 0.5 < drawn["recompute"]["ttft_s"]["p99"]
 
@@ -151,7 +151,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(find_browser() is None, reason="Chromium and chromedriver are not installed")
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_site_fits_the_screen_and_asks_nobody_else(width: int, site: Path) -> None:
+def test_the_site_fits_the_screen_and_loads_nothing_from_other_hosts(width: int, site: Path) -> None:
     serve = functools.partial(QuietHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,5 +1,5 @@
-"""A member of a pipeline is paused, without its connections being reset, or killed in the middle of a drop or a
-restore: no request waits for it.
+"""During a drop or a restore, a member of a pipeline is paused, without its connections being reset, or killed: no
+request waits for it.
 
 `python -m benchmarks.nemesis --cases` has more cases: pauses from two seconds to forever, and every stage of a
 transition.
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pause_freezes_nothing(case: Case, model: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     report = asyncio.run(run_case(case, model, tmp_path, lines.append))
-    # A generous limit for busy machines; `benchmarks.nemesis` applies a tight one.
+    # A generous limit because machines may be busy; `benchmarks.nemesis` applies a tight one.
     why = report.why_not(longest_wait_s=60.0)
     assert not why, "\n".join([why, *lines])
     assert report.request_count > 10

@@ -21,7 +21,7 @@ from tools.model.tiny import make_tiny
 pytestmark = pytest.mark.rotating
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
-# Token ids that occur in this order nowhere else.
+# Token ids that occur in this order nowhere else in the logs.
 IDS = (411, 422, 433)
 
 
@@ -60,7 +60,7 @@ async def lose_a_worker(cluster: LocalCluster) -> None:
         await asyncio.gather(*answers)
 
 
-def test_no_log_shows_what_clients_say_or_a_password(tmp_path: Path) -> None:
+def test_no_log_shows_client_text_or_a_password(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model", max_len=4096)
     logs = tmp_path / "logs"
     user = ("--user", "app", "on", f">{PASSWORD}", "~*", "&*", "+@all")

@@ -47,7 +47,7 @@ def test_a_profile_is_measured_shown_and_written(tmp_path: Path, capsys: pytest.
         (["--model", "{model}", "--threads", "0"], "threads: must be at least 1"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_impossible_measurements_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
 ) -> None:
     model = make_tiny("llama", tmp_path / "tiny", layers=2, vocab=320, max_len=128)

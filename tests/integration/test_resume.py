@@ -1,4 +1,6 @@
-"""Dispatchers are killed while they serve streams; every stream continues at another one, without losing a token."""
+"""Dispatchers are killed while they serve streams; every stream continues at another dispatcher without losing a
+token.
+"""
 
 import asyncio
 import signal
@@ -28,7 +30,7 @@ def client_of(*dispatchers: Dispatcher, resume_s: float = 30.0) -> AsyncClient:
 async def read(
     client: AsyncClient, prompt: Prompt, max_tokens: int, begun: asyncio.Event, logprobs: int | None = None
 ) -> tuple[str, int]:
-    """Reads a stream to its end and checks its tokens. Returns its text and how often it was resumed."""
+    """Reads a stream to its end and checks its tokens. Returns its text and the number of times that it was resumed."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=7, logprobs=logprobs)
     stream = client.stream(token_ids=prompt, sampling=sampling)
     chunks: list[GenerationChunk] = []
@@ -121,7 +123,7 @@ async def test_a_stream_waits_for_its_only_dispatcher_to_come_back() -> None:
             await back.stop()
 
 
-async def test_a_dispatcher_that_has_stopped_is_left_and_ends_what_it_had_when_it_goes_on() -> None:
+async def test_a_stopped_dispatcher_is_replaced_and_ends_its_requests_once_continued() -> None:
     async with Arena(TimedSettings(), dispatchers=2) as arena, client_of(*arena.dispatchers) as client:
         going = await begun(client, [[1, index] for index in range(4)], 300)
         arena.dispatcher.process.send_signal(signal.SIGSTOP)
@@ -139,7 +141,7 @@ async def test_a_dispatcher_that_has_stopped_is_left_and_ends_what_it_had_when_i
 
 
 @pytest.mark.parametrize("collect", [False, True])
-async def test_what_waits_in_a_dispatcher_that_dies_is_not_lost(collect: bool) -> None:
+async def test_queued_requests_of_a_dead_dispatcher_are_not_lost(collect: bool) -> None:
     async with (
         Arena(TimedSettings(max_running=1, max_waiting=1), dispatchers=2) as arena,
         client_of(*arena.dispatchers) as client,
@@ -173,7 +175,7 @@ async def test_the_state_server_may_be_away_too() -> None:
         assert (await going)[1] == 1
 
 
-async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
+async def test_without_resuming_the_error_tells_the_client_what_to_do() -> None:
     async with (
         Arena(TimedSettings(), dispatchers=2, flags=["--dev", "resume=false"]) as arena,
         client_of(*arena.dispatchers) as client,
@@ -184,7 +186,7 @@ async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
             await going
 
 
-async def test_a_client_that_does_not_want_it_and_one_that_finds_nobody_are_told() -> None:
+async def test_clients_that_cannot_or_do_not_resume_get_an_error() -> None:
     async with (
         Arena(TimedSettings(), dispatchers=1) as arena,
         client_of(arena.dispatcher, resume_s=0.0) as plain,
@@ -216,7 +218,7 @@ async def test_only_its_client_and_only_a_later_attempt_takes_a_request_over() -
         ):
             for dispatcher in (d0, d1):
                 assert (await dispatcher.generate(other)).error is not None
-        # The second attempt goes to another dispatcher, which ends the first attempt at its dispatcher.
+        # The second attempt goes to another dispatcher, which ends the first attempt at the first dispatcher.
         later = resumed(first_ids, attempt=2, max_tokens=4000)
         second = d1.stub.Generate(later)
         assert isinstance(await second.read(), pb.GenerateResponse)
@@ -249,7 +251,7 @@ async def test_the_same_attempt_at_several_dispatchers_is_served_by_one() -> Non
             assert all(not answer.token_ids for answer in refused)
 
 
-async def test_its_client_may_take_its_time_and_nobody_else_takes_the_id() -> None:
+async def test_an_id_stays_reserved_for_a_client_that_resumes_late() -> None:
     async with Arena(TimedSettings(), dispatchers=2) as arena:
         d0, d1 = arena.dispatchers
         call = d0.stub.Generate(resumed())
@@ -267,7 +269,7 @@ async def test_its_client_may_take_its_time_and_nobody_else_takes_the_id() -> No
 
 
 async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere() -> None:
-    """The dispatcher dies right after answering the cancellation, before the stream's client has seen the end."""
+    """The dispatcher dies right after answering the cancellation, before the stream's client has received the end."""
 
     async with Arena(TimedSettings(), dispatchers=2) as arena:
         d0, d1 = arena.dispatchers
@@ -284,7 +286,7 @@ async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere(
         assert other.token_ids == scripted_tokens([1, 2, 3], 7, 30)
 
 
-async def test_what_makes_no_sense_is_refused_by_name() -> None:
+async def test_invalid_resume_fields_are_refused_by_name() -> None:
     async with Arena(TimedSettings()) as arena:
         ask = arena.dispatcher.generate
         without_seed = resumed([1], attempt=2)

@@ -1,4 +1,4 @@
-"""Dispatchers of a whole cluster are killed: every kind of request continues, also over HTTP."""
+"""Dispatchers of a complete cluster are killed; every kind of request continues, also over HTTP."""
 
 import json
 import re

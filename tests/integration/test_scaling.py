@@ -1,5 +1,5 @@
-"""A local cluster follows its planner's scale webhook: a burst starts a worker, idleness stops it, and no answer
-suffers.
+"""A local cluster follows its planner's scale webhook: a burst starts a worker, idleness stops it, and every request is
+answered.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""With real services, a planner parks an unneeded worker, and wakes it when load returns."""
+"""A planner with real services parks an unneeded worker, and wakes it when load returns."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A stage of a pipeline is lost, and an instance that served alone replaces it."""
+"""A pipeline loses a stage, and an instance that served alone replaces it."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ def test_an_instance_outside_takes_the_place_of_a_lost_follower(lost: str, model
             assert said["w4"].kv_bytes_sent > 0
             assert said["w0"].victims_recomputed > 0
             tokens = await whole(cluster, answers)
-            assert max(answer.attempts for answer in answers) <= 2  # requests of the stand-in have moved
+            assert max(answer.attempts for answer in answers) <= 2  # the stand-in's requests moved once
             assert [answer.attempts for answer in answers[::3]] == [1, 1]
             return tokens
 
@@ -152,7 +152,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 def test_the_kill_of_a_follower_costs_a_moment_and_no_token(running: RunningCluster) -> None:
-    """Kills BALLAST_STAND_IN_KILLS followers; after each, a new worker starts, which serves alone."""
+    """Kills BALLAST_STAND_IN_KILLS followers. After each kill a new worker starts, which serves alone."""
 
     async def story() -> None:
         planner = Planner(running.cluster.processes["planner"][0].address)
@@ -204,7 +204,7 @@ async def _kill_one(
 
 
 def _share(record: pb.Transition) -> float:
-    """The share of KV that was recomputed: one stage in four, but all layers of requests that start over."""
+    """The share of KV that was recomputed: one stage in four, but all layers of requests that started over."""
     anew = record.victims_recomputed / max(1, record.victim_count)
     return anew + (1 - anew) / 4
 

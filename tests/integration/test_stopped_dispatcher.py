@@ -1,4 +1,4 @@
-"""Pausing a dispatcher at the height of a burst must not cause a drop, if dropping does not pay.
+"""Pausing a dispatcher at the height of a burst must not cause a drop that does not pay.
 
 BALLAST_STOPPED_BURSTS sets the number of bursts, which cycle through the pauses of STOPPED_S.
 """
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.rotating
 
 BURSTS = int(os.environ.get("BALLAST_STOPPED_BURSTS", "3"))
 STOPPED_S = (4.0, 1.0, 2.0, 0.5, 10.0)
-REQUESTS, TOKENS = 48, 300  # for two workers with room for some 8,000 tokens each
+REQUESTS, TOKENS = 48, 300  # for two workers with memory for some 8,000 tokens each
 
 
 @pytest.fixture(scope="module")

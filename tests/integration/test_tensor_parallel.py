@@ -1,6 +1,6 @@
 """Instances of several ranks, with a process per rank: no token changes, and no rank outlives its instance.
 
-BALLAST_RANKS_REQUESTS sets the total number of requests; the default is small, since all ranks share the CPU's cores.
+BALLAST_RANKS_REQUESTS sets the total number of requests. The default is small, since all ranks share the CPU's cores.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tools.model.tiny import make_tiny
 REQUESTS = os.environ.get("BALLAST_RANKS_REQUESTS")
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 ENDS_WITHIN_S = 20.0
-OF_TWO_INSTANCES = (8, 2, 14, 18, 22, 26)  # seeds
+OF_TWO_INSTANCES = (8, 2, 14, 18, 22, 26)  # seeds of histories with two instances of several ranks
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         # Each rank on its own fake device, through the CUDA driver's calls.
         pytest.param(Place(ranks=2, share=partial(load_share, extent_bytes=16 << 10)), 30, id="2 devices"),
-        pytest.param(Place(ranks=4, memory_factor=2), 10, id="4 on the CPU"),  # each rank has the whole embedding
+        pytest.param(Place(ranks=4, memory_factor=2), 10, id="4 on the CPU"),  # every rank holds the whole embedding
         pytest.param(Place(ranks=4, hosts=2, memory_factor=2), 10, id="2 on each of 2 hosts"),
         pytest.param(replace(ONE_GPU, ranks=2), 30, id="2 on a GPU", marks=pytest.mark.gpu),
     ],
 )
 def test_no_token_changes_through_drops_and_restores(place: Place, requests: int, model: Path) -> None:
-    """Compares two instances of several ranks with one worker of one rank, on CPUs in float64. What a history covers
-    depends on the machine's speed, so histories run until everything has been covered.
+    """Compares two instances of several ranks with one worker of one rank, on CPUs in float64. The events in a history
+    depend on the machine's speed, so histories run until every kind has occurred.
     """
     count = int(REQUESTS or requests)
     each = max(requests, -(-count // len(OF_TWO_INSTANCES)))
@@ -65,7 +65,7 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
     tally = Tally()
 
     def seen() -> bool:
-        steps_ahead = tally.steps_ahead or place.ranks > 2  # four ranks hardly ever serve alone
+        steps_ahead = tally.steps_ahead or place.ranks > 2  # instances of four ranks hardly ever serve alone
         return bool(tally.drops and tally.restores and tally.exchanged_bytes and steps_ahead)
 
     for seed in OF_TWO_INSTANCES:
@@ -79,7 +79,7 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
         assert (load().violation, load().counts) == ("", (0, 0, 0, 0))
 
 
-def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path) -> None:
+def test_two_ranks_of_a_mixture_of_experts_generate_the_tokens_of_one(tmp_path: Path) -> None:
     """With the code and the tensor-parallel plan of `transformers`."""
     folder = write_family("qwen3_moe", tmp_path)
     load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float64")
@@ -99,7 +99,7 @@ def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path)
         ranked.crew.close()
 
 
-def test_stages_of_two_ranks_with_kv_in_float8_say_what_one_rank_says(tmp_path: Path) -> None:
+def test_stages_of_two_ranks_with_kv_in_float8_generate_the_tokens_of_one_rank(tmp_path: Path) -> None:
     """Hidden states have the model's dtype, whatever the KV cache's dtype is."""
     folder = make_tiny("llama", tmp_path / "model", layers=2, kv_heads=2, max_len=64)
     load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float32", kv_cache_dtype="fp8_e4m3")
@@ -117,7 +117,7 @@ def test_stages_of_two_ranks_with_kv_in_float8_say_what_one_rank_says(tmp_path: 
 
 
 @pytest.mark.gpu
-def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
+def test_two_ranks_on_a_gpu_generate_the_tokens_of_one(model: Path) -> None:
     """NCCL refuses two ranks on one device, so the all-reduces go through host memory."""
     load_one = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
 
@@ -133,7 +133,7 @@ def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_say_the_same_with_recorded_sums(model: Path) -> None:
+def test_two_gpus_generate_the_same_tokens_with_recorded_sums(model: Path) -> None:
     share = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
 
     def answers(engine: Engine) -> list[list[int]]:
@@ -172,7 +172,7 @@ async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ran
             killed = asyncio.Event()
 
             async def ask() -> None:
-                """Sends one request after another, so that some always run. Those of the lost rank are replayed."""
+                """Sends one request after another, so that some always run. Requests of the lost rank are replayed."""
                 while not killed.is_set():
                     assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
 

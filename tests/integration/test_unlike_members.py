@@ -1,4 +1,6 @@
-"""Workers with different memory sizes in one cluster: dropping all and restoring, under load, changes no token."""
+"""A cluster whose workers have different memory sizes: dropping as much as possible and restoring, under load, changes
+no token.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -22,7 +22,7 @@ from tools.local.ports import free_port
 from tools.model.tiny import make_tiny
 
 START_WITHIN_S = 120.0
-LONG = 2000  # tokens: takes seconds, so that the request is seen running
+LONG = 2000  # tokens: takes seconds, so that the request can be observed running
 
 
 def ballast(*arguments: str, address: str = "", stdin: str = "", timeout_s: float = 120.0) -> tuple[int, str, str]:
@@ -43,7 +43,7 @@ class Up:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                # A killed launcher cannot remove its temporary files, so they are put into pytest's folder.
+                # A killed launcher cannot remove its temporary files, so these go into pytest's folder.
                 env={**os.environ, "TMPDIR": str(log.parent)},
             )
         self.address = ""
@@ -146,7 +146,7 @@ def test_health_of_every_service(running: Up) -> None:
     assert ballast("health", "worker", first) == (1, "", told)
 
 
-def test_what_the_cluster_refuses_is_said_in_one_line(running: Up) -> None:
+def test_refusals_of_the_cluster_are_one_line(running: Up) -> None:
     for arguments, word in (
         (["--max-tokens", "100000"], "max_model_len"),
         (["--token-ids", "99999"], "vocabulary"),
@@ -193,7 +193,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
 
 
 def until_running(address: str) -> None:
-    """Polls through the SDK, since starting the command would take longer than a short answer."""
+    """Polls through the SDK, since starting the command would take longer than generating a short answer."""
     give_up_at_s = time.monotonic() + START_WITHIN_S
     with Client(address) as client:
         while client.status().running_request_count == 0:
@@ -219,9 +219,9 @@ def test_a_launcher_that_is_stopped_while_starting_leaves_nothing(
 
 
 @pytest.mark.rotating
-def test_a_worker_that_is_killed_under_load_comes_back_and_nobody_loses_a_token(model: Path, tmp_path: Path) -> None:
+def test_a_worker_killed_under_load_is_restarted_without_losing_a_token(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "32MiB"]
-    arguments += ["--dtype", "float64"]  # in single precision, this many tokens may have near-ties
+    arguments += ["--dtype", "float64"]  # in single precision, an answer of this length may have near-ties
     sampling = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     with up(tmp_path / "stderr", *arguments) as process:
         logs = Path(re.search(r"logs: ([^)]*)\)", process.wait_ready())[1])  # pyright: ignore[reportOptionalSubscript]

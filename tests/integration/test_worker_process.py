@@ -195,7 +195,7 @@ async def test_a_killed_dispatcher_frees_its_blocks(model: Path, state_url: str,
         assert await worker.is_ready()
 
 
-async def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tmp_path: Path) -> None:
+async def test_metrics_equal_the_load_report(model: Path, state_url: str, tmp_path: Path) -> None:
     port = free_port()
     async with serving(start(tmp_path, model, state_url, "--metrics-port", str(port))) as worker:
         attached = await Attached.open(worker.channel)
@@ -243,7 +243,7 @@ def scrape(url: str) -> dict[str, float]:
 
 
 @pytest.mark.rotating
-async def test_it_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
+async def test_startup_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
     port = free_port()
     child = start(tmp_path, model, f"redis://127.0.0.1:{port}/0")
     try:
@@ -306,7 +306,7 @@ def refusals(folder: Path, model_dir: Path, taken_port: int) -> dict[str, tuple[
     }
 
 
-# Imports once and forks a process per list of arguments, since importing takes two seconds and refusing almost none.
+# Imports once, then forks a process per argument list, since importing takes two seconds and refusing almost no time.
 REFUSE = """
 import json, os, sys
 from ballast.service.lifecycle import run_service

@@ -1,4 +1,4 @@
-"""The worker's gRPC service: real server, real engine, and a dispatcher controlled by the test."""
+"""The worker's gRPC service with a real server, a real engine and a dispatcher controlled by the test."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ class Served:
 
 
 class Alone:
-    """A worker without a data plane; transitions are tested elsewhere."""
+    """A worker without a data plane. Other tests cover transitions."""
 
     def prepare(self, request: pb.PrepareRequest) -> None:
         raise Unavailable("data plane", "this worker has none")
@@ -226,7 +226,7 @@ def broken_submits() -> dict[str, pb.Submit]:
     return {why: pb.Submit(handle=i, **(fine | change)) for i, (why, change) in enumerate(changes.items(), 1)}
 
 
-async def test_malformed_requests_are_answered_and_harm_nobody(served: Served) -> None:
+async def test_malformed_requests_are_answered_and_affect_no_others(served: Served) -> None:
     attached = await Attached.open(served.channel)
     broken = broken_submits()
     for submit in broken.values():
@@ -293,7 +293,7 @@ async def test_a_dispatcher_that_does_not_read_is_dropped(
 
     async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
         lazy = await Attached.open(channel)
-        for handle in range(1, 9):  # with logprobs: more than the transport buffers
+        for handle in range(1, 9):  # with logprobs the answers exceed the transport's buffers
             await lazy.submit(handle, LONG, logprobs=20)
         await until_dispatchers(served.channel, 0)
         await until_idle(served.channel)
@@ -303,7 +303,7 @@ async def test_a_dispatcher_that_does_not_read_is_dropped(
             await lazy.ended(*range(1, 9))
 
 
-async def test_drain_refuses_what_is_new(served: Served) -> None:
+async def test_drain_refuses_new_requests(served: Served) -> None:
     attached = await Attached.open(served.channel)
     await attached.submit(1, 300)
     await attached.started(1)
@@ -317,8 +317,8 @@ async def test_drain_refuses_what_is_new(served: Served) -> None:
     assert new.reason is None
     assert (await status_of(served.channel)).load.draining
 
-    # A dispatcher that attaches now is accepted, since a transition may still move requests here, and learns of the
-    # drain.
+    # A dispatcher that attaches during a drain is accepted, since a transition may still move requests to this worker.
+    # It is notified of the drain.
     another = await Attached.open(served.channel)
     assert another.welcome.load.draining
     await another.submit(1, 40)
@@ -327,7 +327,7 @@ async def test_drain_refuses_what_is_new(served: Served) -> None:
     assert refused.ending.refused
 
 
-async def test_status_tells_who_it_is(served: Served, model: Path) -> None:
+async def test_status_identifies_the_worker(served: Served, model: Path) -> None:
     status = await status_of(served.channel)
     assert (status.worker_id, status.incarnation) == (WORKER, INCARNATION)
     assert status.model.vocab_size == 512
@@ -336,7 +336,7 @@ async def test_status_tells_who_it_is(served: Served, model: Path) -> None:
 
 
 async def test_orders_of_a_replaced_planner_are_refused(served: Served) -> None:
-    """Sends each kind of order with a token below the highest one seen; read-only calls are answered all the same."""
+    """Sends each kind of order with a token below the highest one seen; read-only calls succeed nevertheless."""
 
     stub = worker_pb2_grpc.WorkerServiceStub(served.channel)
     await stub.NamePartners(pb.NamePartnersRequest(), metadata=with_token(7))
@@ -402,7 +402,7 @@ def test_a_grammar_is_compiled_before_the_engine_gets_it(model: Path, monkeypatc
     assert all(thread.startswith("grammars") for thread in threads)
 
 
-async def test_requests_and_aborts_pass_those_whose_grammar_is_being_compiled(model: Path) -> None:
+async def test_requests_and_aborts_overtake_requests_whose_grammar_is_being_compiled(model: Path) -> None:
     begun = [Future[None](), Future[None]()]
     left = iter(begun)
 
@@ -424,7 +424,7 @@ async def test_requests_and_aborts_pass_those_whose_grammar_is_being_compiled(mo
         begun[0].set_result(None)
         [one] = await attached.ended(1)
         assert len(one.token_ids) == 4
-        await attached.submit(3, 10)  # a reused handle, which is ignored
+        await attached.submit(3, 10)  # a reused handle, which the worker ignores
         await attached.submit(4, 1)
         await attached.ended(4)
         assert len(attached.heard[3].token_ids) == 0

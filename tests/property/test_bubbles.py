@@ -11,7 +11,9 @@ from tests.support.virtual_pipeline import COST, PLENTY, Outcome, Pipeline
 
 
 def requests(seed: int, count: int, longest: int, answer: int) -> list[tuple[int, int]]:
-    """(prompt tokens, output tokens) of each request: half of the prompts are short, the others up to `longest`."""
+    """(prompt tokens, output tokens) of each request. Half of the prompts are short; the others have up to `longest`
+    tokens.
+    """
     rng = random.Random(seed)
     ranges = [(20, longest // 10), (longest // 2, longest)]
     return [(rng.randint(*rng.choice(ranges)), rng.randint(2, answer)) for _ in range(count)]
@@ -45,8 +47,8 @@ def test_a_model_that_is_off_by_a_third_still_helps() -> None:
 
 
 def test_batches_that_cost_much_whatever_is_in_them_share_the_prompts_with_the_decodes() -> None:
-    """A cost model like a GPU's: a batch of a few decodes takes a fifth of a full one's time, since all parameters are
-    read.
+    """Uses a cost model like a GPU's: a batch of a few decodes takes a fifth of a full batch's time, since all
+    parameters are read.
     """
     gpu = CostModel(attention_s=9.5e-9, token_s=1.4e-4, chunk_s=1.84e-2, shared_s=1.84e-2, prefix_s=1.4e-7)
     for stages in (2, 4):

@@ -1,5 +1,4 @@
-"""Whole clusters in which anything may fail while layouts change: no token is wrong or lost, and every cluster
-recovers.
+"""In whole clusters, anything may fail while layouts change: no token is wrong or lost, and every cluster recovers.
 
 `make test-clusters CLUSTERS=200000` runs many more seeds.
 """
@@ -19,7 +18,7 @@ from services.worker.core.transition_messages import AbortRequested, LayersGiven
 from tests.support.cluster_campaign import story
 from tests.support.cluster_swarm import Kind
 
-SEEDS = 375  # default number of seeds; a commit's gate runs a third of them
+SEEDS = 375  # default number of seeds, of which a commit's gate runs a third
 CHUNK = 125
 _SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed", "leaving", "parked", "waking")
 LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))
@@ -27,7 +26,9 @@ LONG_CHUNK = 500
 
 
 def run(first: int, last: int) -> tuple[Counter[str], set[str]]:
-    """Counts of transitions, migrations and parkings by outcome, and the kinds of faults that occurred."""
+    """Runs the seeds. Returns the number of transitions, migrations and parkings by outcome, and the kinds of faults
+    that occurred.
+    """
     ended, kinds = Counter[str](), set[str]()
     for seed in range(first, last):
         told = story(seed)
@@ -51,8 +52,8 @@ def test_a_cluster_is_well_again_after_its_faults(first: int) -> None:
 
 @pytest.mark.rotating
 @pytest.mark.timeout(1200)
-def test_what_happens_under_faults_is_what_the_tables_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step of the transition tables occurs, except those whose causes this simulation lacks."""
+def test_every_step_of_the_transition_tables_occurs_under_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step in the transition tables occurs, except those whose causes this simulation lacks."""
     seen: Counter[tuple[Stage, Stage]] = Counter()
     gone: Counter[tuple[State, On | Then]] = Counter()
     go = Transition._go

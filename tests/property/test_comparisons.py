@@ -1,4 +1,4 @@
-"""Whatever workers and dispatchers report, a comparison gives the planner an answer."""
+"""Whatever workers and dispatchers report, comparing candidates gives the planner a decision."""
 
 import math
 
@@ -73,7 +73,7 @@ _LOSSES = st.sampled_from([0.0, 0.04, 0.09, 0.1, 0.15, 0.2, 0.3, 1.0, math.inf])
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(_LOSSES, _LOSSES, st.integers(0, 4)), min_size=1, max_size=8))
-def test_what_is_left_unfinished_would_not_have_been_chosen(trials: list[tuple[float, float, int]]) -> None:
+def test_an_unfinished_candidate_would_not_have_been_chosen(trials: list[tuple[float, float, int]]) -> None:
     full = [first + others for first, others, _ in trials]
     changes = [change for *_, change in trials]
     good = [i for i, loss in enumerate(full) if loss <= min(full) + math.log(1.1)]

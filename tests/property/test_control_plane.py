@@ -1,4 +1,4 @@
-"""Monitors and planners in virtual time, without requests: when workers are in the layout, and when overload is
+"""Monitors and planners in virtual time, without requests: when workers enter or leave the layout, and when overload is
 signalled.
 
 Faults are covered by `test_cluster_faults`.
@@ -22,13 +22,13 @@ from sim.world import World
 from tests.support.reporting_worker import load_report
 from tests.support.simulated import options
 
-_LATE_S = 0.1  # a delayed message, and a write
+_LATE_S = 0.1  # delay of a message, and of a write
 
 
 @dataclass
 class Watched:
     world: World
-    written: list[tuple[float, Layout]]  # time, and the layout that watchers receive
+    written: list[tuple[float, Layout]]  # (time, layout as received by watchers)
 
     def run(self, until_s: float) -> None:
         clock = self.world.clock
@@ -75,7 +75,7 @@ def test_joins_that_come_together_share_an_epoch() -> None:
     assert len(cluster.written) <= 6
 
 
-def test_a_new_monitor_does_not_declare_everybody_lost() -> None:
+def test_a_new_monitor_does_not_declare_all_instances_lost() -> None:
     cluster = watched(5, replicas=2)
     world = cluster.world
     cluster.run(world.zero_s + 6.0)

@@ -1,4 +1,4 @@
-"""In any history of drops, restores and windows, the accounting stays consistent and every byte in its place."""
+"""In any history of drops, restores and windows, the accounting stays consistent and no byte is lost or overwritten."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -38,7 +38,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.addresses = [self.memory.kv.layer(i).data_ptr() for i in range(LAYERS)]
         self.used: Values = {}  # in every layer of the current window
         self.used_leaving: Values = {}
-        self.used_retired: dict[int, Values] = {}  # layer -> its values when it was dropped
+        self.used_retired: dict[int, Values] = {}  # dropped layer -> its values at the time of the drop
         self.next_value = 1.0
 
     def make_backend(self) -> MemoryBackend:
@@ -89,7 +89,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.memory.leaving is None and not self.memory.kv.retired_layers)
     @rule(data=st.data())
     def make_room(self, data: Any) -> None:
-        """Even with `leaving_block_count` blocks kept, there is room for all parameters and another window."""
+        """Even with `leaving_block_count` blocks retained, there must be room for all parameters and another window."""
         memory = self.memory
         most = memory.leaving_block_count
         assert min(1, memory.kv.block_count) <= most <= memory.kv.block_count
@@ -199,7 +199,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert found.amin(1).tolist() == found.amax(1).tolist() == expected
 
     def compaction(self, used: Collection[int], target: int, window: KvWindow) -> list[tuple[int, int]]:
-        """Moves of blocks to below `target` in the window; blocks without a free place are not moved."""
+        """Moves that bring the window's blocks below `target`. A block is not moved if no place is free."""
         room = range(window.first_block, window.first_block + target)
         free = [block for block in room if block not in used]
         return list(zip([block for block in sorted(used) if block not in room], free, strict=False))

@@ -1,7 +1,7 @@
-"""Arbitrary histories of a dispatcher: no token is lost, duplicated or skipped, and the books balance after every
-event.
+"""Arbitrary histories of a dispatcher: no token is lost, duplicated or skipped, and the accounting is consistent after
+every event.
 
-The machine plays the workers. Each token is its own position in the answer, so that a repeated or skipped one is
+The state machine plays the workers. Each token is its own position in the answer, so that a repeated or skipped one is
 obvious.
 """
 
@@ -35,7 +35,7 @@ LIMITS = Limits(
 
 @dataclass
 class PlayedWorker:
-    """What a worker knows: its requests in order of arrival, and the last handle it has processed."""
+    """A worker's state: its requests in order of arrival, and the last handle that it has processed."""
 
     key: WorkerKey
     requests: dict[int, d.PlaceOnWorker] = field(default_factory=dict[int, d.PlaceOnWorker])
@@ -43,7 +43,7 @@ class PlayedWorker:
     unread: list[d.PlaceOnWorker] = field(default_factory=list[d.PlaceOnWorker])
     seen_handle: int = 0
     asked_back: set[int] = field(default_factory=set[int])  # handles recalled by the dispatcher
-    preempted: set[int] = field(default_factory=set[int])  # handles, some of ended requests
+    preempted: set[int] = field(default_factory=set[int])  # handles of preempted requests, some of which have ended
 
     def read(self, count: int) -> None:
         for place in self.unread[:count]:
@@ -75,7 +75,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.moved_at_s: dict[str, float] = {}  # request -> when a worker last reported handing it over
         self.accepted: set[str] = set()
         self.ended: Counter[str] = Counter()
-        self.tokens: dict[str, int] = {}  # request -> tokens delivered
+        self.tokens: dict[str, int] = {}  # request -> number of tokens delivered
         self.serial = 0
         self.given_back = 0
 
@@ -102,7 +102,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     book = self.story.core.fleet.get(key_)
                     if worker is not None and book is not None and handle in book.placed:
                         assert handle in worker.preempted or book.placed[handle].first_token_at_s is None
-                        worker.asked_back.add(handle)  # the worker has it until it confirms
+                        worker.asked_back.add(handle)  # the worker still has the request until it confirms the recall
                     elif worker is not None:
                         worker.requests.pop(handle, None)
                         worker.unread = [place for place in worker.unread if place.handle != handle]
@@ -142,7 +142,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         answered=st.sampled_from([None, None, 0, 3, 16]),
     )
     def submit(self, prompt: int, priority: PriorityClass, patience_s: float, answered: int | None) -> None:
-        """`answered`: tokens already delivered by another dispatcher, which was serving the request and has died."""
+        """`answered`: tokens already delivered by another dispatcher, which was serving the request and died."""
         name = f"r{self.serial}"
         self.serial += 1
         self.tokens[name] = answered or 0
@@ -275,7 +275,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 incarnation=worker.key.incarnation,
             )
         )
-        if moved and data.draw(st.booleans()):  # reported twice
+        if moved and data.draw(st.booleans()):  # the move is reported twice
             answer = self.story.raw_step(
                 worker.key.worker_id,
                 {},
@@ -328,7 +328,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data(), preempts=st.booleans())
     @precondition(lambda self: self.busy)
     def nothing_moves(self, data: st.DataObject, preempts: bool) -> None:
-        """A worker has read everything and admits no request, so that its waiting requests may be recalled."""
+        """A worker has read all messages and admits no request, so that its waiting requests may be recalled."""
         crowded = data.draw(st.sampled_from(self.busy))
         worker = self.workers[crowded]
         worker.read(len(worker.unread))

@@ -130,7 +130,7 @@ def test_no_split_sends_less(snapshot: Snapshot) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(clusters(), st.integers(0, 60_000))
-def test_a_restore_pulls_what_is_missing_and_no_more(snapshot: Snapshot, needed_bytes: int) -> None:
+def test_a_restore_pulls_exactly_the_missing_layers(snapshot: Snapshot, needed_bytes: int) -> None:
     then = after(snapshot, by_need(snapshot, needed_bytes))
     restore = plan_restore(then)
     holders = {m.worker_id: set(m.held_layers) for g in then.groups for m in g.members}

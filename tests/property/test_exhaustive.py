@@ -16,7 +16,7 @@ from tests.support.exhaustive import Broken, search
 from tests.support.planner_handover import Handover
 from tests.support.request_ownership import Ownership
 
-LIMIT = int(os.environ.get("BALLAST_STATES", "2000"))  # all states: 10,000, with 3 losses of a request
+LIMIT = int(os.environ.get("BALLAST_STATES", "2000"))  # about 10,000 cover all states, with 3 losses of a request
 
 
 def test_a_request_has_one_owner_and_one_ending_in_whatever_order_things_come() -> None:
@@ -64,8 +64,8 @@ def test_a_token_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_abort_that_does_not_wait_for_a_prepared_member_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault requires a failing member, another one that is prepared, and a lost call, which random campaigns rarely
-    hit.
+    """Finding this fault takes a failing member, another member that is prepared, and a lost call. Random campaigns
+    rarely combine these.
     """
     is_through = Coordinator._is_through
 
@@ -74,7 +74,7 @@ def test_an_abort_that_does_not_wait_for_a_prepared_member_is_found(monkeypatch:
         return prepared or is_through(self, worker_id)
 
     monkeypatch.setattr(Coordinator, "_is_through", hasty)
-    with pytest.raises(Broken, match=r"it was taken back, and members are .*prepared"):
+    with pytest.raises(Broken, match=r"it was aborted, but members are .*prepared"):
         search(Handover(losses=2, only=("b fails", "ABORT of p0 is lost")), LIMIT)
 
 
@@ -86,7 +86,7 @@ def test_a_request_that_is_placed_twice_is_found(monkeypatch: pytest.MonkeyPatch
         return [*commands, *commands]
 
     monkeypatch.setattr(DispatcherCore, "_move", doubled)
-    with pytest.raises(Broken, match=r"behind other tokens|workers have it"):
+    with pytest.raises(Broken, match=r"resumed elsewhere after different tokens|workers have it"):
         search(Ownership(losses=1), LIMIT)
 
 

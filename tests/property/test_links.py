@@ -1,4 +1,4 @@
-"""Whatever is queued, cancelled or moved: every byte is sent once, in order, and no transfer waits forever."""
+"""Whatever is queued, cancelled or reordered, every byte is sent once and in order, and no transfer waits forever."""
 
 import ctypes
 
@@ -19,12 +19,14 @@ BULK = st.sampled_from([TrafficClass.KV, TrafficClass.CHECKPOINT, TrafficClass.P
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Compares the schedule with its own simpler model of what waits and for how long it has been passed over."""
+    """Compares the schedule with a simpler model, which tracks all waiting transfers and how many chunks have passed
+    each class over.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.schedule = BulkSchedule(chunk_bytes=CHUNK_BYTES, hold_s=HOLD_S, patience_chunks=PATIENCE_CHUNKS)
-        self.left: dict[int, tuple[TrafficClass, int, int]] = {}  # transfer -> class, sent, total
+        self.left: dict[int, tuple[TrafficClass, int, int]] = {}  # transfer -> (class, bytes sent, total bytes)
         self.passed_over: dict[TrafficClass, int] = {}
         self.last = 0
         self.at_s = 0.0
@@ -104,7 +106,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_class_starves(self) -> None:
-        # Two lower classes can be due at once, so that the second one waits for one more chunk.
+        # Two lower classes can become due at the same time, so the second one waits for one more chunk.
         assert all(passed <= PATIENCE_CHUNKS + 2 for passed in self.passed_over.values())
 
 
@@ -121,10 +123,10 @@ TestSchedule.settings = settings(max_examples=60, stateful_step_count=60, deadli
 def test_on_a_slow_link_an_urgent_message_waits_for_one_chunk(
     coming: list[tuple[int, int]], chunk_bytes: int, late_by: list[int]
 ) -> None:
-    """I4, whenever messages arrive and however late either lane polls; bulk always has something to send."""
+    """I4 holds whenever messages arrive and however late either lane polls. Bulk data is always waiting."""
     wire = Wire(1.0)
     coming = sorted(coming)
-    waiting: list[tuple[int, int, int]] = []  # arrival, size, number of chunks begun before it
+    waiting: list[tuple[int, int, int]] = []  # (arrival, size, number of chunks begun before it)
     chunks, now_s, looks = 0, 0.0, 0
     while coming or waiting:
         while coming and coming[0][0] <= now_s:

@@ -1,5 +1,5 @@
-"""Long answers occupy memory for minutes, so that parameters are dropped and restored while much KV is held. Simulated
-with every check. `BALLAST_LONG_ANSWERS=200 pytest -m slow tests/property/test_long_answers.py` runs more of them.
+"""Long answers hold KV for minutes while parameters are dropped and restored. Every simulation runs with all checks.
+`BALLAST_LONG_ANSWERS=200 pytest -m slow tests/property/test_long_answers.py` runs more of them.
 """
 
 import os
@@ -26,8 +26,8 @@ def judge(seed: int) -> None:
 
 
 @pytest.mark.rotating
-def test_what_stays_after_a_restore_lies_where_all_layers_have_kv() -> None:
-    """With this seed, a sequence that started over once occupied blocks needed by one that stayed."""
+def test_sequences_that_stay_after_a_restore_are_in_blocks_with_kv_of_all_layers() -> None:
+    """With this seed, a sequence that started over once occupied blocks that another sequence still needed."""
     judge(20)
 
 
@@ -51,7 +51,9 @@ def beside_long_answers(seed: int) -> list[Arrival]:
 
 
 def restore_beside_long_answers(seed: int) -> float:
-    """Checks that no member is given up for waiting. Returns the longest time between two tokens, in seconds."""
+    """Checks that no member counts as lost because it waits. Returns the longest time between two tokens, in
+    seconds.
+    """
     wanted = replace(options(cluster="2xA100-40G", check_every=20_000), model=find_model("Qwen2.5-14B"))
     run = World(wanted, beside_long_answers(seed)).run()
     assert all(record.outcome is Outcome.FINISHED for record in run.records)

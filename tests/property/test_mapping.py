@@ -1,4 +1,4 @@
-"""Every record survives a round trip through the bytes of its message."""
+"""Every record survives being encoded into its protobuf message and decoded again."""
 
 import math
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ st.register_type_strategy(
 
 @pytest.fixture(scope="module", autouse=True)
 def no_checks() -> Iterator[None]:
-    """Disables validation, since invalid values must survive the round trip, too; refusals are tested elsewhere."""
+    """Disables validation, since invalid values must survive the round trip, too. Other tests cover refusals."""
     with pytest.MonkeyPatch.context() as patch:
         for mapper in MAPPERS.values():
             patch.setattr(mapper, "_check", None)
@@ -74,7 +74,7 @@ def test_a_record_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A form that compares equal for equal records, with -0.0 taken for 0.0."""
+    """A form that compares equal for equal records and treats -0.0 as 0.0."""
     if is_dataclass(value):
         return type(value).__name__, {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Arbitrary histories of events, in any order and repeated, for the cores of monitor and planner."""
+"""Arbitrary histories of events, in any order and repeated, for the cores of the monitor and the planner."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,8 +21,8 @@ PAUSES_S = st.sampled_from([0.0, 0.01, 0.2, 1.0, 5.0])
 
 
 def _layout(epoch: int, *groups: tuple[tuple[str, int], ...]) -> Layout:
-    """Each group: (worker, incarnation) in stage order, with one layer each; the last stage has the rest of four
-    layers.
+    """A layout of groups, each a list of (worker, incarnation) in stage order. Each stage has one layer, and the last
+    one the rest of the four.
     """
     found: list[Group] = []
     for group in groups:
@@ -46,7 +46,7 @@ LAYOUTS = [
 
 
 class MonitorMachine(RuleBasedStateMachine):
-    """What watchers receive must be consistent, whatever the streams deliver."""
+    """Whatever the streams deliver, the events that watchers receive must be consistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class MonitorMachine(RuleBasedStateMachine):
         self.core = MonitorCore(rules)
         self.now_s = 0.0
         self.token = 0
-        self.told: dict[WorkerId, Incarnation] = {}  # according to a watcher from the start
+        self.told: dict[WorkerId, Incarnation] = {}  # as known to a watcher that subscribed at the start
         self.newest: dict[WorkerId, Incarnation] = {}
 
     def tell(self, event: m.Event) -> list[m.Command]:
@@ -140,7 +140,7 @@ class MonitorMachine(RuleBasedStateMachine):
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """Plays a store with the real one's rules, whose answers come late, wrong or never."""
+    """Plays a store that follows the real one's rules and whose answers arrive late, wrong or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.loads = 0
         self.write: p.WriteLayout | None = None
         self.newest: dict[WorkerId, Incarnation] = {}
-        self.asked: dict[str, int] = {}  # unanswered drain requests: times asked
+        self.asked: dict[str, int] = {}  # unanswered drain request -> number of times it was sent
 
     def tell(self, event: p.Event) -> None:
         for command in self.core.handle(event):
@@ -248,7 +248,9 @@ class PlannerMachine(RuleBasedStateMachine):
         assert all(request_id in self.core._drains._by_request for request_id in self.asked)
 
     def teardown(self) -> None:
-        """Once everything answers, the layout becomes the one that the planner wants, and every drain is answered."""
+        """Once every process answers, the layout becomes the one that the planner wants, and every drain request is
+        answered.
+        """
         if not self.core.active:
             return
         self.snapshot(began=True)

@@ -24,7 +24,7 @@ STEPS_S = st.sampled_from([0.05, 0.2, 0.21, 0.5, 2.0])
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[ClusterDemand]:
-    """Any demand at any times, while groups merge and dissolve at random."""
+    """Histories with any demand at any time, while groups merge and dissolve at random."""
     at_s, merged, found = 0.0, False, list[ClusterDemand]()
     for step_s, level, toggles in draw(
         st.lists(st.tuples(STEPS_S, LEVELS, st.integers(0, 9)), min_size=1, max_size=150)
@@ -48,7 +48,7 @@ def run(history: list[ClusterDemand]) -> list[tuple[ClusterDemand, Signal]]:
 
 
 def transitions(said: list[tuple[ClusterDemand, Signal]], history: list[ClusterDemand]) -> list[float]:
-    """Times of signals that ask for a transition. A relief that an overload revokes before the groups change does not
+    """Times of signals that request a transition. A relief that an overload revokes before the groups change does not
     count.
     """
     asked = said
@@ -112,7 +112,7 @@ def test_usage_was_low_for_the_whole_time_before_a_relief(history: list[ClusterD
 def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
     period_s: float, low: int, high: int, duty: float, smooth: bool
 ) -> None:
-    """The cluster drops on each Overload and restores on each Relief, half a second later."""
+    """The cluster drops on each Overload and restores on each Relief, half a second after the signal."""
     pressure, merged, due_at_s = Pressure(RULES), False, math.inf
     changes: list[float] = []
     for i in range(600):
@@ -136,8 +136,8 @@ def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
 def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_interval(
     start: int, growth_per_step: int
 ) -> None:
-    """The trend is known from the third sample on; until then only the level counts."""
-    steps = (CAPACITY - start) // growth_per_step + 5  # so many that memory is exhausted at the end
+    """The trend is known from the third sample on; until then only the level is compared with the threshold."""
+    steps = (CAPACITY - start) // growth_per_step + 5  # enough that memory is exhausted at the end
     history = [sample(i * STEP_S, start + growth_per_step * i) for i in range(1, steps)]
     first = next(one for one, signal in run(history) if isinstance(signal, Overload))
     alarming = next(
@@ -181,7 +181,7 @@ def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: i
 def test_chance_seldom_looks_like_a_burst_and_a_burst_does(
     seed: int, slots: int, share: float, rules: PressureRules, most_alarms: int
 ) -> None:
-    """Requests arrive at random and fill `share` of `slots` places; after 300 s the rate quadruples."""
+    """Requests arrive at random and occupy a fraction `share` of `slots` places; after 300 s the rate quadruples."""
     rng, pressure = random.Random(seed), Pressure(rules)
     mean_s, burst_at_s = 2.0, 300.0
     arrival_s, queue, running = 0.0, list[float](), list[tuple[float, float]]()

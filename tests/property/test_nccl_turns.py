@@ -1,5 +1,6 @@
-"""Whatever is posted on both lanes and sides, in any order, and however a communicator fails: both sides post the same
-operations, only what was sent is delivered, every wait ends, and an activation waits for at most one chunk.
+"""Any operations are posted on both lanes and sides, in any order, and a communicator may fail in any way. Both sides
+then post the same operations, only data that was sent is delivered, every wait ends, and an activation waits for at
+most one chunk.
 """
 
 import random
@@ -19,7 +20,7 @@ from services.worker.links.ports import ChannelBroken
 from tests.support.fake_nccl import GARBAGE, Fate, HostStream, Wires, fates
 
 HISTORIES = 1000
-_BULK_BYTES = 64  # more than any activation
+_BULK_BYTES = 64  # larger than any activation
 
 
 @dataclass
@@ -66,7 +67,7 @@ def is_delivered(posted: Posted, within_s: float = 20.0) -> bool:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_whatever_becomes_of_a_communicator_nothing_but_what_was_sent_is_delivered(part: int) -> None:
+def test_only_sent_data_is_delivered_however_a_communicator_fails(part: int) -> None:
     ended = {True: 0, False: 0}
     for seed in range(part * HISTORIES // 4, (part + 1) * HISTORIES // 4):
         chance = random.Random(seed)
@@ -77,7 +78,7 @@ def test_whatever_becomes_of_a_communicator_nothing_but_what_was_sent_is_deliver
 
 
 def _history(chance: random.Random) -> list[bool]:
-    """Posts a random history. Returns for each posted operation whether it completed."""
+    """Posts a random history. Returns for each posted operation whether it succeeded."""
     count = chance.randint(1, 8)
     drawn = fates(chance, count)
     pair = Pair(Wires(drawn, late_s=0.0005))
@@ -107,7 +108,7 @@ def _history(chance: random.Random) -> list[bool]:
 
 
 def _end(pair: Pair, posted: Posted, patience_s: float) -> bool:
-    """Waits for `posted` like a link: a timeout breaks the link at both sides."""
+    """Waits for `posted` as a link does: a timeout breaks the link on both sides."""
     try:
         posted.wait(patience_s)
         return True
@@ -118,9 +119,7 @@ def _end(pair: Pair, posted: Posted, patience_s: float) -> bool:
 
 
 def _steps(pair: Pair, chance: random.Random, count: int) -> tuple[list[Callable[[], None]], list[Sent]]:
-    """Posts in random order, except that each lane's payloads in each direction are posted in the same order at both
-    ends.
-    """
+    """Posts in random order, except that both ends post a lane's payloads in one direction in the same order."""
     queues: dict[tuple[Lane, int, bool], list[Callable[[], None]]] = {}
     all_sent = list[Sent]()
     for number in range(count):
@@ -160,7 +159,7 @@ def test_an_activation_waits_for_one_turn_at_most(seed: int) -> None:
         activation = torch.full((number,), number, dtype=torch.uint8)
         with pair.wires.changed:
             sent = pair.send(rank, Lane.URGENT, activation)
-            begun = len(pair.wires.turns)  # the last one may be under way
+            begun = len(pair.wires.turns)  # the last one may be in progress
         assert all(is_delivered(end) for end in sent.ends())
         assert torch.equal(sent.target, activation)
         with pair.wires.changed:
@@ -184,8 +183,8 @@ def test_two_that_both_send_first_do_not_wait_for_each_other() -> None:
     pair.close()
 
 
-def test_what_is_posted_meanwhile_goes_in_one_turn() -> None:
-    """A turn costs a message, two launches and a wait, whatever its size."""
+def test_operations_posted_during_a_turn_share_the_next_one() -> None:
+    """A turn costs a message, two launches and a wait, however large it is."""
     pair = Pair(Wires())
     with pair.wires.changed:  # no turn can end
         sent = [pair.send(0, Lane.BULK, torch.full((9,), number, dtype=torch.uint8)) for number in range(8)]
@@ -195,7 +194,7 @@ def test_what_is_posted_meanwhile_goes_in_one_turn() -> None:
     pair.close()
 
 
-def test_what_failed_is_not_delivered_though_it_counts_as_completed() -> None:
+def test_failed_data_is_not_delivered_although_its_work_counts_as_completed() -> None:
     pair = Pair(Wires([Fate.FAILS]))
     sent = pair.send(0, Lane.BULK, torch.ones(9, dtype=torch.uint8))
     for end in sent.ends():
@@ -205,7 +204,7 @@ def test_what_failed_is_not_delivered_though_it_counts_as_completed() -> None:
     pair.close()
 
 
-def test_an_abort_ends_every_wait_and_what_it_cut_off_is_not_delivered() -> None:
+def test_an_abort_ends_every_wait_and_interrupted_data_is_not_delivered() -> None:
     pair = Pair(Wires([Fate.NEVER_ENDS]))
     posted = [end for lane in Lane for rank in (0, 1) for end in pair.send(rank, lane, torch.ones(9)).ends()]
     outcomes = list[bool]()

@@ -1,5 +1,5 @@
-"""Offline work does not affect online work: compares two histories with the same online events, one with offline
-requests.
+"""Offline work does not affect online work: compares two histories with the same online events, one of which also has
+offline requests.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Played:
 
 
 def _events(rng: random.Random, played: Played, step: int) -> None:
-    """One event. Its online part is the same in both histories; offline requests are added to it."""
+    """One event. Its online part is the same in both histories; one of them adds offline requests."""
     story, core = played.story, played.core
     story.now_s += rng.choice((0.0, 0.01, 0.3))
     choice, name = rng.random(), rng.choice("ab")
@@ -140,7 +140,7 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("first_seed", range(0, 1000, 100))
-def test_a_dispatcher_says_of_online_requests_what_it_says_without_offline_ones(first_seed: int) -> None:
+def test_offline_requests_change_no_command_about_online_ones(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 100):
         worlds = [Played(offline=False), Played(offline=True)]
         for played in worlds:
@@ -157,7 +157,7 @@ def test_a_dispatcher_says_of_online_requests_what_it_says_without_offline_ones(
 
 
 class Fed:
-    """A worker's core whose online requests arrive at the same steps in both histories."""
+    """A worker's core to which the same online requests are submitted at the same steps in both histories."""
 
     def __init__(self, seed: int, *, offline: bool, swaps_online: bool = False) -> None:
         rng = random.Random(seed)
@@ -174,7 +174,7 @@ class Fed:
         harvest = Harvest(lambda: COST, rng.choice((0.0, 0.25, 2.0)), for_all(tpot_s=rng.choice((None, 0.02))))
         self.made = made = Driver(bounds, rng.choice((12, 20, 40)), harvest=harvest)
         self.steps: list[list[tuple[int, int, int]]] = []  # per step: (online request, first position, tokens)
-        self._online: dict[int, int] = {}  # sequence -> number
+        self._online: dict[int, int] = {}  # sequence id -> number of the online request
         self._count = 0
         made.open(1)
         for _ in range(40):
@@ -192,7 +192,7 @@ class Fed:
         self.made.submit(prompt, greedy(rng.randrange(1, 12)), priority=priority)
 
     def _only_copies(self, execute: Execute) -> bool:
-        """Whether, for online sequences, the batch only copies KV."""
+        """Whether the batch copies KV of online sequences but computes none of them."""
         computes = any(part.sequence_id in self._online for part in execute.batch.slices)
         return not computes and any(copy.sequence_id in self._online for copy in execute.batch.copies)
 
@@ -201,7 +201,7 @@ class Fed:
         before = {s.sequence_id for s in scheduler.offline}
         done = len(made.executed)
         while (execute := made.step()) is not None and self._only_copies(execute):
-            pass  # without offline work, such copies do not need a step of their own
+            pass  # without offline work, these copies would not take a step of their own
         parts = [part for execute in made.executed[done:] for part in execute.batch.slices]
         self.steps.append(
             [

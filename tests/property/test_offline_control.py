@@ -1,4 +1,4 @@
-"""Offline work that workers report does not affect what monitors and planners do.
+"""Offline work that workers report does not affect the decisions of monitors and planners.
 
 BALLAST_OFFLINE_SEEDS sets the number of histories per policy, BALLAST_OFFLINE_FIRST_SEED the first seed.
 """
@@ -48,7 +48,7 @@ def _told(
 
 @pytest.mark.parametrize("policy", ["drop", "migrate", "static-pipeline"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_control_planes_do_what_they_would_do_without_offline_work(
+def test_offline_work_changes_no_decision_of_the_control_plane(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(-seed)

@@ -1,4 +1,4 @@
-"""Groups merge and split while requests run: whatever happens, the tokens are those of undisturbed requests.
+"""Groups merge and split while requests run: the tokens always equal those of undisturbed requests.
 
 A history is drawn from its seed (see tests.support.pipeline_history): to reproduce a failure, use `tell(seed)`.
 """
@@ -15,7 +15,7 @@ def test_no_history_changes_a_token_loses_an_ending_or_keeps_a_block(seed: int) 
     History(seed).play()
 
 
-def test_histories_go_where_it_hurts() -> None:
+def test_histories_cover_the_critical_cases() -> None:
     played = [History(seed).play() for seed in (*range(11), 15)]  # 15: long prompts, with lookahead
     for name in ("merge", "split", "carry", "lose_kv", "claims", "roll_back", "shrink", "lose_stream"):
         assert sum(history.counts[name] for history in played) >= 5, name

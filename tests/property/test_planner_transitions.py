@@ -1,4 +1,4 @@
-"""The planner's core with transitions, whatever members, store, monitor and operators do, in any order."""
+"""The planner's core with transitions, for any actions of members, store, monitor and operators, in any order."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +28,7 @@ FORWARD = {
 
 
 class TransitionMachine(RuleBasedStateMachine):
-    """Members go through the phases that the planner's calls allow; answers arrive late, wrong or never."""
+    """Members pass through the phases that the planner's calls allow; their answers arrive late, wrong or never."""
 
     policy = OverloadPolicy.DROP
 
@@ -78,7 +78,7 @@ class TransitionMachine(RuleBasedStateMachine):
                     pass
 
     def called(self, command: p.CallMember) -> None:
-        """Delivers a call to its member, unless that incarnation is gone. Members answer in a rule of their own."""
+        """Delivers a call to its member, unless that incarnation is gone. Another rule lets members answer."""
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         if worker_id in self.dead or self.lives.get(worker_id) != command.member.incarnation:
             return
@@ -258,7 +258,9 @@ class TransitionMachine(RuleBasedStateMachine):
             layout.check()
 
     def teardown(self) -> None:
-        """Once all members answer, every transition ends, every request is answered, and every living worker serves."""
+        """Once all members answer, every transition must end, every request must be answered, and every living worker
+        must serve.
+        """
         self.token += 1000
         self.tell(p.LeadershipChanged(self.now_s, "c", self.token))
         self.tell(p.SnapshotBegan(self.now_s, "c"))
@@ -280,7 +282,7 @@ class TransitionMachine(RuleBasedStateMachine):
         ENDINGS.update(record.journal.stage for record in self.core.conductor.history)
         assert serving == {w: life for w, life in self.lives.items() if w not in self.dead}
         if self.policy is OverloadPolicy.STATIC_PIPELINE:
-            kept_out = self.core.kept_out.why(self.now_s)  # after their groups broke too soon
+            kept_out = self.core.kept_out.why(self.now_s)  # after their groups broke up too soon
             fit = [g for g in groups if g.leader.worker_id not in kept_out]
             alone = [g for g in fit if len(g.members) == 1 and not g.leader.draining]
             assert len(alone) < 2, f"more lone workers could form a pipeline: {groups}"
@@ -294,8 +296,10 @@ ENDINGS: Counter[Stage] = Counter()
 _TAKEN_BACK = (Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 
 
-def test_whatever_happens_transitions_keep_their_promises() -> None:
-    """Also checks that enough transitions end in each way, since a run without any would prove nothing."""
+def test_transitions_keep_their_promises_in_any_history() -> None:
+    """Also checks that enough transitions end in each way, since a run without some outcome would prove nothing about
+    it.
+    """
     ENDINGS.clear()
     run_state_machine_as_test(
         TransitionMachine, settings=settings(max_examples=250, stateful_step_count=60, deadline=None)
@@ -304,7 +308,7 @@ def test_whatever_happens_transitions_keep_their_promises() -> None:
     assert ENDINGS[Stage.ABORTED] > 10, ENDINGS
 
 
-def test_whatever_happens_there_are_static_pipelines_in_the_end() -> None:
+def test_static_pipelines_form_in_the_end_after_any_history() -> None:
     ENDINGS.clear()
     run_state_machine_as_test(
         StaticPipelineMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -89,7 +89,7 @@ def test_a_cluster_meets_an_overload_as_with_an_empty_cache(
 ) -> None:
     """Retained blocks change no decision of workers, dispatchers, monitor and planner as long as no request hits them.
 
-    No two prompts share a prefix. Matching is disabled, since a resumed request would hit its own blocks and be faster
+    No two prompts share a prefix. Matching is disabled, since a resumed request would hit its own blocks and run faster
     than with an empty cache.
     """
     monkeypatch.setattr(PrefixIndex, "match", lambda _index, _sequence: [])  # pyright: ignore[reportUnknownLambdaType]
@@ -127,7 +127,7 @@ def test_nothing_is_raised_while_evicting_suffices(seed: int) -> None:
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_herd_with_one_prompt_is_no_overload(caches: bool) -> None:
-    """An instance has 232 blocks. Each request needs 31 of them, of which all share 24."""
+    """An instance has 232 blocks. Each request needs 31 blocks, 24 of which are shared by all requests."""
     arrivals = [Arrival(10.0 + place / 1000, 1950, 40, hash_ids=(0, 1, 2, 1000 + place)) for place in range(70)]
     kinds = [transition.journal.kind for transition in _world_of(arrivals, "drop", caches=caches).run().transitions]
     assert kinds == ([] if caches else [TransitionKind.DROP])

@@ -57,11 +57,11 @@ changes = st.lists(st.tuples(views, st.booleans(), asks), min_size=1, max_size=2
 def choose(
     views: Sequence[WorkerView], need: Need, rules: RoutingRules, hits: Hits, *, may_queue_large: bool
 ) -> WorkerView | None:
-    """The routing rule as a scan over every worker. None keeps the request in the backlog."""
-    freest: dict[WorkerShape, WorkerView] = {}  # per shape, where the request runs at once and can grow
-    tight: dict[WorkerShape, WorkerView] = {}  # per shape, where it runs at once
+    """The routing rule as a scan over every worker. Returns None if the request must stay in the backlog."""
+    freest: dict[WorkerShape, WorkerView] = {}  # shape -> freest worker on which it can grow
+    tight: dict[WorkerShape, WorkerView] = {}  # per shape: the freest worker where it runs at once
     queue: WorkerView | None = None
-    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # with a cached prefix, and room to grow or just room
+    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # of a prefix, that have room to grow or just room
     for view in views:
         block_count = blocks_for(need.tokens, view.block_tokens)
         if view.draining or block_count > view.block_count:

@@ -1,4 +1,4 @@
-"""Whatever arrives, every request ends exactly once, with all its tokens in order, and all books balance throughout.
+"""For any arrivals, every request ends exactly once, with all its tokens in order, and the accounting stays consistent.
 The run is identical whether steps without decisions are simulated together or one by one.
 
 The simulated clients check every token, and the cores check themselves after every event.

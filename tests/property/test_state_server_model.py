@@ -21,7 +21,7 @@ from tools.local.state_server import PrivateStateServer
 
 _STEPS = 400
 _TTL_S = 600.0
-_FAR = 1 << 45  # a token beyond any clock, so that model and server issue the same
+_FAR = 1 << 45  # a token greater than any clock value, so that model and server issue the same token
 _MODEL = model_info(4)
 
 
@@ -31,7 +31,7 @@ def _layout(epoch: int, worker: str) -> Layout:
 
 
 class Pair:
-    """Model and real server. Each operation is applied to both, and returns its name and both answers."""
+    """The model and the real server. Each operation is applied to both, and returns its name and both answers."""
 
     def __init__(self, state: StateServer, rng: random.Random) -> None:
         self._state = state
@@ -64,7 +64,7 @@ class Pair:
         return f"release {holder}", None, None
 
     async def run_out(self) -> tuple[str, object, object]:
-        """With some probability, expires the planner's lease."""
+        """Expires the planner's lease with some probability."""
         if self._rng.random() < 0.3:
             await self._state.run(cast(Any, self._state.redis.delete(lease_key("planner"))))
             lease = self._model.leases.get("planner")

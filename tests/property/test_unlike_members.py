@@ -24,7 +24,7 @@ _BUSY = Traffic(
 
 
 def random_cluster(rng: random.Random) -> Snapshot:
-    """Lone instances of different memory, extent size, speed and load."""
+    """Lone instances with different memory, extent size, speed and load."""
     shape = model(rng.randint(2, 24), block_bytes=64)
     spread = rng.choice([1.01, 1.1, 2.0, 4.0])
     groups: list[GroupState] = []
@@ -43,7 +43,7 @@ def random_cluster(rng: random.Random) -> Snapshot:
 
 def check(snapshot: Snapshot, done: DropPlan) -> Snapshot:
     then = after(snapshot, done)
-    then.check()  # groups are complete and within each member's budget
+    then.check()  # groups are complete, and members are within their budgets
     for made in done.groups:
         assert made.block_count >= made.block_count_before
         stages = [(m.first_layer, m.last_layer) for m in made.members]

@@ -1,4 +1,4 @@
-"""Arbitrary histories of a worker's core: whatever happens, a request's tokens are those of an undisturbed request."""
+"""Arbitrary histories of a worker's core: a request's tokens always equal those of an undisturbed request."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.prompts: dict[SequenceKey, tuple[int, ...]] = {}
-        self.resumed: dict[SequenceKey, tuple[int, int]] = {}  # key -> (earlier tokens, delivered characters)
+        self.resumed: dict[SequenceKey, tuple[int, int]] = {}  # key -> numbers of (earlier tokens, delivered chars)
         self.with_text: set[SequenceKey] = set()
         self.silenced: set[SequenceKey] = set()  # their stream closed before their end
         self.open_streams: set[int] = set()
@@ -130,14 +130,14 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(st.lists(TOKEN_IDS, min_size=1, max_size=6).map(tuple), min_size=2, max_size=8))
     def burst(self, prompts: list[tuple[int, ...]]) -> None:
-        """Short prompts with long answers, which are all admitted and then outgrow the cache together."""
+        """Short prompts with long answers: all requests are admitted, and then outgrow the cache together."""
         self._open(1)
         for number, prompt in enumerate(prompts):
             self._remember(self.driver.submit(prompt, greedy(40), caller=number % 3), prompt, True)
 
     @rule(stream_id=STREAM_IDS, prompt=PROMPTS, sampling=SAMPLINGS, data=st.data())
     def resume(self, stream_id: int, prompt: tuple[int, ...], sampling: SamplingParams, data: st.DataObject) -> None:
-        """A request that ran elsewhere before; the client has received part of its text."""
+        """A request that ran on another worker before; the client has received part of its text."""
         self._open(stream_id)
         whole = undisturbed(prompt, sampling, self.driver.limits.max_model_len).token_ids
         output = whole[: data.draw(st.integers(0, len(whole) - 1))]

@@ -2,9 +2,9 @@
 
     python -m tests.support.again
 
-Integration tests share two cores with their own clusters and other processes, so one may miss its deadline. A second
-failure, more than `MOST` failed tests, or a last run that names none makes the command fail. A test that passes only
-when rerun is named in the output: it has a defect, or the code does, which must be fixed.
+Integration tests share two cores with their own clusters and other processes, so one may miss its deadline. The command
+fails if a test fails again, if more than `MOST` tests failed, or if the last run recorded no failed test. A test that
+passes only when rerun is printed: either the test or the code has a defect that must be fixed.
 """
 
 import json

@@ -35,7 +35,9 @@ class Agreement:
         self._since_s = found
 
     def _stages(self, leader: SimInstance) -> list[SimInstance]:
-        """The stages of the leader's group that are in their role; empty if `leader` leads none."""
+        """The stages of the group that `leader` leads, as far as they have adopted their roles; empty if it leads
+        none.
+        """
         role = leader.member.role
         found = [self._world.instances[stage.worker_id] for stage in role.stages if role.leads]
         return [each for each in found if each.member.role.stages == role.stages]

@@ -1,8 +1,8 @@
 """Plants secrets and client texts in every cluster and process that tests start, and searches all logs for them.
 
-Every state server of a test has a user with a password, which services get in their URL. Tokens, cluster secrets and
-passwords are recorded when created. Each cluster gets requests with marked prompts before it stops. The debug-level
-logs of all child processes are preserved by hard links until the session ends.
+Every state server of a test has a user with a password, which is part of the URL that services get. Tokens, cluster
+secrets and passwords are recorded when created. Each cluster receives requests with marked prompts before it stops. The
+debug-level logs of all child processes are preserved by hard links until the session ends.
 """
 
 import asyncio
@@ -32,12 +32,14 @@ _USER: Final = ("--user", "canary", "on", f">{PASSWORD}", "~*", "&*", "+@all")
 _SERVICES: Final = ("MONITOR", "PLANNER", "WORKER", "DISPATCHER", "GATEWAY")
 DEBUG: Final[Mapping[str, str]] = {f"BALLAST_{service}__LOG_LEVEL": "debug" for service in _SERVICES}
 _SECRET_CHARS: Final = 40  # shorter values are ids
-_OVERLAP: Final = 256  # between pieces of a file: longer than any secret
+_OVERLAP: Final = 256  # overlap of consecutive pieces of a file: longer than any secret
 _WORDS: Final = (PROMPT, STOP, PASSWORD, ", ".join(map(str, IDS[:2])))
 
 
 class Canaries:
-    """Plants the secrets, and searches the logs for them. `folder` should be on the logs' file system (hard links)."""
+    """Plants the secrets and searches the logs for them. `folder` should be on the logs' file system, since it holds
+    hard links to them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,7 +61,7 @@ class Canaries:
             yield
 
     def seen(self) -> list[str]:
-        """Secrets that were found, each with its file's name."""
+        """The secrets found so far, each with the name of the file that contains it."""
         secrets = [secret.encode() for secret in (*_WORDS, *self._made)]
         found: list[str] = []
         for path in sorted(self._folder.iterdir()):

@@ -33,12 +33,12 @@ class RunningCluster:
 
 @contextlib.contextmanager
 def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
-    """`arguments` as for LocalCluster. If a service crashed in the meantime, leaving the block fails.
+    """`arguments` as for LocalCluster. Leaving the block fails if a service has crashed in the meantime.
 
     Unless `arguments` say otherwise, workers get little memory, since they touch all of it at startup.
     """
     arguments.setdefault("device_memory_bytes", _MEMORY_BYTES)
-    # Workers check all invariants at every step, which is slow, but the point of a test.
+    # Workers check all invariants at every step: slow, but it is the purpose of these tests.
     environ = {"BALLAST_WORKER__DEV": "{check_every_steps: 1}", **canaries.DEBUG, **arguments.pop("environ", {})}
     with asyncio.Runner() as runner:
         cluster = LocalCluster(model, environ=environ, **arguments)
@@ -57,7 +57,7 @@ async def until(client: AsyncClient, holds: Callable[[ClusterStatus], bool], wit
     give_up_at_s = loop.time() + within_s
     status: ClusterStatus | None = None
     while True:
-        with contextlib.suppress(DeadlineExceeded):  # of one call: the next may be in time
+        with contextlib.suppress(DeadlineExceeded):  # of this call only; the next one may succeed
             if holds(status := await client.status()):
                 return status
         assert loop.time() < give_up_at_s, f"after {within_s} s the cluster's status is still {status}"
@@ -65,7 +65,7 @@ async def until(client: AsyncClient, holds: Callable[[ClusterStatus], bool], wit
 
 
 def idle(status: ClusterStatus) -> bool:
-    """Whether nothing runs or waits, and no block is held."""
+    """Whether no request runs or waits, and no block is held."""
     loads = [group.load for group in status.groups]
     return (
         status.backlog_request_count == 0

@@ -13,13 +13,13 @@ from sim.instance import SimInstance
 from sim.world import World
 
 _WELL_S = 5.0  # longer than a lease and a probe, so that earlier faults have taken effect
-_CONNECTED_S = 5.0  # a dispatcher must have a stream to any leader that has been healthy for so long
-_SERVED_S = 25.0  # if most workers have been healthy for so long, one must serve: layers may be restored first
+_CONNECTED_S = 5.0  # a dispatcher must have a stream to every leader that has been healthy for this long
+_SERVED_S = 25.0  # if most workers have been healthy for this long, one must serve, after restoring layers if needed
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What one dispatcher lacks, and since when."""
+    """Connections and service that one dispatcher lacks, each with the time since when."""
 
     unserved_since_s: float | None = None
     apart_since_s: dict[WorkerKey, float] = field(default_factory=dict[WorkerKey, float])
@@ -71,8 +71,8 @@ class Availability:
     def _written(self, layout: Layout) -> None:
         """A healthy worker that serves alone must stay in the layout, since its removal cuts its streams.
 
-        Members of a transition that the planner could not end are outside the layout until they are whole again; for
-        these, the layout gives no reason of their own.
+        After a transition that the planner could not end, its members are outside the layout until they hold all layers
+        again. The layout's reason does not name these members, so they are not checked.
         """
         before, self._layout = self._layout, layout
         if before is None or layout.epoch <= before.epoch:

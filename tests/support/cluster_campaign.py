@@ -38,16 +38,16 @@ _WORKER_COUNTS = (2, 2, 3, 3, 4)
 _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
 _OFFLINE = 0.3  # share of the clusters with offline work
-_SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters recompute their victims, since those that swap take longer
+_SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters recompute their victims, since swapping takes longer to simulate
 _CACHING = 0.7  # share of the clusters
 _LOSES = 0.2  # share of the clusters that lose a follower while another instance serves alone
-_LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with longer requests, which one instance hardly holds
+_LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with longer requests, which hardly fit one instance
 _STORY_S = 9.0  # duration of the arrivals, which come in two bursts
 _HEALED_WITHIN_S = 60.0
 _STANDS_WITHIN_S = 30.0  # after the last fault, until an instance is parked or serves again
-_PATIENCE_S = 300.0  # for all requests, even on one slow worker that swaps
+_PATIENCE_S = 300.0  # for all requests to end, even on one slow worker that swaps
 _LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # the longest fault plus slack
-_LEAVES_S = 100.0  # without room at home, a restore lasts as long as requests leave its groups
+_LEAVES_S = 100.0  # a member without memory for a second group restores only after the old group's requests have ended
 _LOOK_S = 0.25
 _GLANCE_S = 0.05
 
@@ -60,7 +60,7 @@ class Story:
     setting: str  # the cluster's configuration
     troubles: tuple[str, ...]
     transitions: Counter[str]
-    standings: Counter[str]  # of layouts' members
+    standings: Counter[str]  # of the members in all layouts
     met: Counter[tuple[str, str]]  # (fault, phase of the transition that it hit)
     migrated: Counter[str]  # outcomes of live migrations
 
@@ -73,7 +73,7 @@ class Epochs:
         self._lives: dict[WorkerId, Incarnation] = {}
 
     def forget(self) -> None:
-        """Starts over, as planners do if they know only what is stored: see `services.planner.core.machine`."""
+        """Starts over, since a planner may know only what is stored: see `services.planner.core.machine`."""
         self._groups.clear()
         self._lives.clear()
 
@@ -91,7 +91,7 @@ class Epochs:
 
 
 def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool) -> WorldOptions:
-    """Options for workers with six layers, whose memory some 500 tokens fill."""
+    """Options for workers with six layers and memory for about 500 tokens of KV."""
     made = options("drop", cluster=f"{worker_count}xA100-40G", check_every=rng.choice((5, 30, 100)), seed=seed)
     elements = _EXTENT_BYTES // _BLOCKS_IN_EXTENT // (2 * made.rules.worker.block_tokens)
     model = made.model.model_copy(update={"layer_count": _LAYERS, "kv_elements_per_token_layer": elements})
@@ -144,7 +144,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
 
 
 def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arrival]:
-    """Two bursts that exceed memory; with `swaps`, also answers that outgrow it."""
+    """Two bursts that exceed memory; with `swaps`, also answers that outgrow memory."""
     arrivals, at_s, shared = list[Arrival](), 0.0, random.Random(worker_count)
     burst_per_s, answer = rng.uniform(9.0, 16.0) * worker_count, rng.choice((20, 30, 50))
     if swaps:
@@ -158,7 +158,7 @@ def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arr
 
 
 def _with_long_ones(arrivals: list[Arrival], rng: random.Random) -> list[Arrival]:
-    """Gives a few of the requests prompts or answers that no single instance holds."""
+    """Gives a few of the requests prompts or answers that fit no single instance."""
     chosen = set(rng.sample(range(len(arrivals)), min(len(arrivals), rng.randint(1, 5))))
     return [_longer(one, rng) if number in chosen else one for number, one in enumerate(arrivals)]
 
@@ -170,7 +170,7 @@ def _longer(arrival: Arrival, rng: random.Random) -> Arrival:
 
 
 def _hash_ids(rng: random.Random, serial: int) -> tuple[int, ...]:
-    """A random part of one of three common prefixes, which may be empty, followed by unique blocks."""
+    """Block hashes: a random part of one of three common prefixes, possibly empty, then unique blocks."""
     trunk = rng.randrange(1, 4)
     common = [trunk * 10 + place for place in range(rng.choice((0, 2, 4, 8)))]
     return (*common, *(1000 * (serial + 1) + place for place in range(8 - len(common))))
@@ -280,7 +280,9 @@ def _heal(world: World) -> None:
 
 
 def _check_stages(world: World) -> None:
-    """No transition may remain in a stage until a deadline ends it: obstacles end, and their end is reported."""
+    """Every transition must leave each stage before that stage's deadline, because obstacles end and members report
+    it.
+    """
     for record in (record for node in world.planners.values() for record in node.records):
         for stage, longest_s in _LONGEST_S.items():
             if stage is Stage.EXCHANGING and record.journal.kind is TransitionKind.RESTORE:

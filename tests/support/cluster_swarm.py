@@ -29,22 +29,22 @@ _HASTE_S = 0.001
 _MIGRATED_EVERY_S = 0.15
 _LEAVES_EVERY_S = 0.1
 _PARKED_EVERY_S = 0.7
-_TOLD_S = 0.005  # until watchers have received a layout
+_TOLD_S = 0.005  # until watchers have received a new layout
 _LOOKS_S = 0.2  # interval of looking for a pipeline that can lose a follower
 
 
 class Kind(StrEnum):
-    CRASH = "crash"  # a worker's process ends for good
+    CRASH = "crash"  # a worker's process ends permanently
     RESTART = "restart"  # and restarts with a new incarnation
     PAUSE = "pause"
     SLOW = "slow"
-    VANISH = "vanish"  # a worker's host: it ends without notice
+    VANISH = "vanish"  # a worker's host fails without notice
     DEAF = "deaf"  # a worker gets no messages from one other worker
     APART = "apart"  # two workers get no messages from each other
     LATE = "late"  # messages from one worker to another are delayed
     RESET = "reset"  # the link between two workers ends
     UNHEARD = "unheard"  # a process of the control plane, or a dispatcher, gets no messages from a worker
-    UNTOLD = "untold"  # or the other way round
+    UNTOLD = "untold"  # a worker gets no messages from such a process
     ISOLATED = "isolated"  # a worker reaches only the other workers, and nothing reaches it
     DEMAND = "demand"  # the planner is notified of an overload, which stops a restore
     STOP_MONITOR = "stop monitor"
@@ -55,9 +55,9 @@ class Kind(StrEnum):
     STATE_SLOW = "state slow"
     STATE_EMPTY = "state empty"
     STATE_BACK = "state back"  # the state server is rolled back
-    FAILOVER = "failover"  # the same, and the planners end with it
-    STATE_GARBAGE = "state garbage"  # its leases never expire, and belong to no process
-    NETWORK = "network"  # one role gets no messages from another; perhaps also the other way round
+    FAILOVER = "failover"  # the state server is rolled back, and all planners end
+    STATE_GARBAGE = "state garbage"  # the state server's leases never expire, and belong to no process
+    NETWORK = "network"  # one role gets no messages from another; perhaps the reverse direction fails, too
     NO_DISCOVERY = "no discovery"  # the monitor ends while workers cannot reach the state server
     ALL_STOP = "all stop"  # all processes of one role in the control plane
 
@@ -69,12 +69,12 @@ _OFTEN = (
     *(Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
     *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER, Kind.NETWORK, Kind.NETWORK, Kind.NO_DISCOVERY),
 )
-_AT_STAGES = (Kind.ISOLATED, Kind.FAILOVER)  # these matter while a message is on its way
+_AT_STAGES = (Kind.ISOLATED, Kind.FAILOVER)  # these matter while a message is in flight
 _PHASES = ("preparing", "prepared", "committing", "exchanging", "layers", "any", *_STAGES)
 _DURATIONS_S = (0.05, 0.3, 1.0, 2.5, 4.0, 7.0, 12.0)
 _DELAYS_S = (0.0, 0.001, 0.01, 0.1, 0.5)
-_LONG_S = 12.0  # of a network fault: longer than leases
-# Roles that may be separated forever: all requests end nevertheless.
+_LONG_S = 12.0  # duration of a network fault, longer than leases
+# Roles that may stay separated forever: requests must end even then.
 _APART = (
     ("workers", "monitors"),
     ("workers", "planners"),
@@ -92,7 +92,7 @@ class Trouble:
 
     kind: Kind
     victim: int  # index of a worker
-    phase: str  # of the victim's transition at which the fault is aimed
+    phase: str  # phase of the victim's transition in which the fault is injected
     at_s: float  # earliest time
     delay_s: float  # from the beginning of the phase
     duration_s: float
@@ -131,13 +131,13 @@ class Swarm:
 
     world: World
     rng: random.Random
-    last_s: float  # operators may ask for drops until then
-    is_hasty: bool  # an operator requests a restore after each drop, and a drop after each restore
+    last_s: float  # operators may request drops until then
+    is_hasty: bool  # an operator requests a restore right after each drop, and a drop right after each restore
     migrates: bool  # requests are migrated between groups again and again
     clients_leave: bool  # now and then a client leaves before its request has ended
     parker: random.Random | None  # draws which workers an operator parks and wakes, again and again
-    loser: random.Random | None  # draws the follower that a pipeline loses while a lone instance can stand in
-    lost: Callable[[], None]  # called if all planners and the state server lost the last epochs
+    loser: random.Random | None  # draws the follower that a pipeline loses while a lone instance can replace it
+    lost: Callable[[], None]  # called if all planners and the state server have lost the last epochs
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     is_for_ever: bool = False  # a fault is permanent

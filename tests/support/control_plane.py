@@ -1,6 +1,6 @@
 """Monitors, planners and reporting workers as processes around a private state server.
 
-Leases are short, but long enough that a process starved of processor time is not lost.
+Leases are short, but long enough that a process starved of processor time keeps its own.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ ENVIRON = {
 
 
 class ControlPlane:
-    """The processes started here are killed when the context ends. Waits that time out fail with the logs of all
+    """Starts processes, and kills them when the context ends. Waits that time out fail with the logs of all
     processes.
     """
 
@@ -69,7 +69,7 @@ class ControlPlane:
     async def layout_until(
         self, planner: ChildProcess, holds: Callable[[Layout], bool], what: str, within_s: float = 60.0
     ) -> Layout:
-        """The first layout of `planner` for which `holds` is true."""
+        """Waits for the first layout of `planner` for which `holds` is true, and returns it."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + within_s
         async with open_channel(address(planner)) as channel:

@@ -50,7 +50,7 @@ _SOCKETS_OF_A_PROCESS = 900
 _STREAMS_OF_A_PROCESS = 250
 _ASK_EVERY_S = 0.02
 _BACK_WITHIN_S = 60.0
-_MORE_FILES = 8  # growth that is no leak: connections that services opened in the meantime
+_MORE_FILES = 8  # open files beyond this growth are a leak; services open a few connections themselves in the meantime
 _GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -89,7 +89,7 @@ class Outcome:
     during: Waits
     there: int = 0  # connections or calls that had begun
     answers: list[str] = field(default_factory=list[str])
-    left: str = ""  # what had not returned to its state before the crowd after a minute
+    left: str = ""  # resources that were not back at their initial values one minute after the crowd had left
     ended: str = ""
 
 

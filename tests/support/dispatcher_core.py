@@ -74,7 +74,7 @@ def load(**changes: int | bool) -> LoadReport:
 
 
 def view_of(load: LoadReport) -> WorkerView:
-    """How routing sees a worker with this report that has received nothing since."""
+    """Routing's view of a worker with this report to which nothing has been submitted since."""
     worker = Worker(key=key("w"), address="", group_id="", connected=True, load=load, max_waiting_count=8)
     return worker.view()
 
@@ -202,7 +202,7 @@ class Story:
         return self.handle(LayoutChanged(self.now_s, merged(self.epoch, *groups, draining=draining)))
 
     def merge(self, *groups: str) -> Answer:
-        """Adopts a layout of these groups: "ab" is worker a leading worker b."""
+        """Adopts a layout of these groups; "ab" means that worker a leads worker b."""
         return self.adopt_groups(*([key(name) for name in group] for group in groups))
 
     def move(self, worker: str, name: str, to: str) -> Answer:
@@ -237,7 +237,7 @@ class Story:
         marks: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
-        """`tokens` are by request name. Unless `seen_handle` is given, the report covers every placement."""
+        """`tokens`: new tokens by request name. Unless `seen_handle` is given, the report covers every placement."""
         by_handle = {self.handle_of(name): ids for name, ids in (tokens or {}).items()}
         return self.raw_step(
             worker,

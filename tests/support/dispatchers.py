@@ -88,7 +88,9 @@ class Dispatcher:
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = 60.0, answer: Answer | None = None
     ) -> Answer:
-        """Sends a request. `answer` receives the results as they arrive, for callers that inspect it meanwhile."""
+        """Sends a request. If given, `answer` receives the results as they arrive, so that a caller can inspect them
+        meanwhile.
+        """
         answer = Answer() if answer is None else answer
         try:
             async for response in self.stub.Generate(request, timeout=timeout_s):
@@ -101,7 +103,9 @@ class Dispatcher:
 
 
 class Arena:
-    """`async with Arena(TimedSettings(), flags=[...]) as arena:` starts everything; then every dispatcher is ready."""
+    """`async with Arena(TimedSettings(), flags=[...]) as arena:` starts everything, and waits until every dispatcher is
+    ready.
+    """
 
     def __init__(self, *workers: TimedSettings, dispatchers: int = 1, flags: Sequence[str] = ()) -> None:
         self.workers = [TimedWorker(settings) for settings in workers]

@@ -1,4 +1,4 @@
-"""Snapshots for tests of drop and restore plans, the snapshot after a plan, and slow but simple oracles."""
+"""Snapshots for tests of drop and restore plans, a function that applies a plan to one, and slow but simple oracles."""
 
 import hashlib
 import itertools
@@ -25,7 +25,9 @@ def model(layer_count: int = 8, **changes: object) -> ModelShape:
 
 
 def stage(name: str, first_layer: int, last_layer: int, shape: ModelShape, kv_bytes: int = 4000) -> InstanceState:
-    """An instance with memory for a full copy and `kv_bytes` of KV, which holds exactly the layers that it executes."""
+    """An instance with memory for a full copy of the model and `kv_bytes` of KV, which holds only the layers that it
+    executes.
+    """
     budget_bytes = shape.copy_bytes + shape.other_parameter_bytes + kv_bytes
     return InstanceState(WorkerId(name), budget_bytes, first_layer, last_layer, tuple(range(first_layer, last_layer)))
 

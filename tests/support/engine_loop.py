@@ -1,4 +1,4 @@
-"""A worker without threads and sockets: the real core, the real engine, and what the shell's engine thread calls.
+"""A worker without threads and sockets: the real core and the real engine, called as the shell's engine thread does.
 
 Time is virtual. The books of the core and of device memory are checked after every step.
 """
@@ -138,7 +138,7 @@ class EngineLoop:
         return stepping
 
     def run(self, before_turn: Callable[[], bool] = lambda: False, max_turns: int = 100_000) -> None:
-        """Takes turns until there is no work left and `before_turn` submits nothing more."""
+        """Runs turns until there is no work left and `before_turn` submits nothing more."""
         for _ in range(max_turns):
             more = before_turn()
             if not self.turn() and not more and not self._events:

@@ -89,12 +89,12 @@ class Tally:
     victims: int = 0
     recomputed: int = 0
     by_tokens: int = 0  # of these, from pipelines that dissolved
-    later_waves: int = 0  # victims' additional waves, for lack of room
+    later_waves: int = 0  # additional waves of victims, because one had no room for all of them
     exchanged_bytes: int = 0
     moved: int = 0
     migrated: int = 0  # by live migrations
-    not_migrated: int = 0  # begun, but given up
-    migrated_anew: int = 0  # without all of their KV
+    not_migrated: int = 0  # begun, but abandoned
+    migrated_anew: int = 0  # of the migrated ones, those that arrived without all of their KV
     stand_ins: int = 0  # replacements of lost followers
     refilled: int = 0  # tokens recomputed by stand-ins from a log
     swapped_in_pipelines: int = 0  # copies to host memory and back
@@ -103,7 +103,7 @@ class Tally:
     yields: int = 0  # of offline requests
     preempted: int = 0  # offline steps preempted between two layers
     hits: int = 0  # tokens whose KV was found in the prefix cache
-    sharing: int = 0  # victims whose first blocks were sent for another one
+    sharing: int = 0  # victims whose first blocks had already been sent with another victim
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -126,8 +126,8 @@ class History:
         layouts_change: bool = True,
         place: Place = HERE,
     ) -> None:
-        """With `crowded_bytes`, two workers have that much memory, and long requests fill it at once: a drop has no
-        room for all KV at the same time.
+        """With `crowded_bytes`, two workers have that much memory, which long requests fill at once, so that a drop has
+        no room for all KV at the same time.
         """
         self._layouts_change = layouts_change
         self._seed = seed
@@ -221,7 +221,7 @@ class History:
         return not self._all_asked or any(a.finish_reason is None for _, a in self._asked)
 
     async def _disturb(self, cluster: Cluster) -> None:
-        """Cancels requests, breaks streams, and sends stale messages."""
+        """Cancels requests, breaks streams and sends stale messages."""
         rng, cancelled, reattached = self._rng, 0, 0
         while self._under_way():
             await asyncio.sleep(rng.expovariate(1 / 0.05))
@@ -239,7 +239,7 @@ class History:
                     cluster.post(name, event)
 
     async def _migrate(self, cluster: Cluster) -> None:
-        """Orders migrations as a planner does, also for an outdated layout."""
+        """Orders migrations as a planner does, sometimes for an outdated layout."""
         rng = random.Random(f"migrations {self._seed}")
         while self._under_way():
             await asyncio.sleep(rng.expovariate(1 / (0.4 if self._layouts_change else 0.03)))
@@ -269,7 +269,7 @@ class History:
             elif time.monotonic() > give_up_at_s:
                 stuck = [a.story for _, a in self._asked if a.finish_reason is None]
                 raise AssertionError(f"epoch {epoch}; requests do not end: {stuck}; {cluster.describe()}")
-            # On a slow machine a request may be recomputed after each change, and get no token in between.
+            # On a slow machine a request may be recomputed after each change without getting a token in between.
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random() + 0.05 * max(0, silent - 10))
             epoch, silent = epoch + 1, silent + 1
             if losses.random() < _LOSES and await self._lose_follower(cluster, losses, epoch):
@@ -288,7 +288,7 @@ class History:
                 missed = {why for why in said if "no link" in why}
                 if not missed or not said - missed <= {"the leader has given it up"}:
                     raise
-                # A member was busy with the previous plan until the others gave up. If this was the leader, its
+                # A member was busy with the previous plan until the other members gave up. If it was the leader, its
                 # followers may already have received its abort.
                 await cluster.abort(cluster.members(target), target.epoch)
                 self.tally.unprepared += 1
@@ -417,7 +417,7 @@ class History:
 
 
 def compare(expected: Expected, answer: Answer, place: Place = HERE) -> bool:
-    """Checks an answer, and returns whether it was complete, not cancelled or past its deadline."""
+    """Checks an answer. Returns whether it is complete, i.e. neither cancelled nor past its deadline."""
     tolerance = 2e-7 if place.dtype == "float64" else 1e-3  # relative, of logprobs
     cut = answer.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE)
     count = len(answer.token_ids) if cut else len(expected.token_ids)
@@ -437,7 +437,9 @@ def compare(expected: Expected, answer: Answer, place: Place = HERE) -> bool:
 def _compare_logprobs(
     expected: Sequence[TokenLogprobs], found: Sequence[TokenLogprobs], name: str, tolerance: float
 ) -> None:
-    """Members exchange single precision. The tolerance still reveals wrong KV of one token with a small weight."""
+    """Compares with a tolerance, since members exchange single precision. It still reveals wrong KV of one token with a
+    small weight.
+    """
     assert len(found) == len(expected), name
     for at, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert one.token_id == other.token_id, f"{name}: token {at}"
@@ -480,7 +482,9 @@ def _checksums(cluster: Cluster) -> list[bytes]:
 
 
 def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
-    """Checks that requests left nothing, every byte is accounted for (I3), and each group has a complete copy (I1)."""
+    """Checks that requests left nothing behind, every byte is accounted for (I3), and each group has a complete copy
+    (I1).
+    """
     for group in cluster.in_force.groups:
         held: set[int] = set()
         for member in group.members:

@@ -23,7 +23,7 @@ class World(Protocol):
         ...
 
     def check_end(self) -> None:
-        """The same for a state in which no action but faults is possible."""
+        """Like `check`, for a state in which only faults are possible."""
         ...
 
     def key(self) -> object:
@@ -42,7 +42,7 @@ class Found:
 
 
 class Broken(AssertionError):
-    """A promise is broken; the message contains the shortest path to the state."""
+    """A promise is broken. The message contains the shortest sequence of actions that leads to the state."""
 
 
 def search(first: Any, limit: int) -> Found:

@@ -24,7 +24,7 @@ class Counts(NamedTuple):
     handles: int
     reservations: int
     mappings: int
-    inaccessible: int  # mappings without access rights so far
+    inaccessible: int  # mappings whose access rights have not been set yet
 
 
 class FakeDriver:
@@ -46,8 +46,8 @@ class FakeDriver:
         self._library.fake_set_granularity(size_bytes)
 
     def fail_at(self, call: int | None, *, unmaps: bool = False) -> None:
-        """Lets one call fail, after `call` more calls from now; None: no call fails. With `unmaps`, only calls that
-        unmap count: a real driver has little reason to refuse these.
+        """Lets the call after the next `call` calls fail; with None, no call fails. Unmapping calls count and can fail
+        only with `unmaps`, since a real driver has little reason to refuse them.
         """
         self._library.fake_fail_at(-1 if call is None else call, unmaps)
 
@@ -72,7 +72,7 @@ class FakeDriver:
 
 
 class OnTheCpu(BindingsDriver):
-    """The production driver, except for what torch does on a GPU."""
+    """The production driver without its calls of torch's CUDA functions."""
 
     @property
     def device(self) -> torch.device:

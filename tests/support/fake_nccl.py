@@ -1,8 +1,8 @@
 """Two process groups that imitate NCCL, including its pitfalls.
 
 Operations that both sides post in the same turn are carried out if each side sends what the other receives; otherwise
-both wait forever. A failed or aborted work counts as completed, and leaves garbage in the receiver's memory. Waiting
-for an aborted work returns as if it had succeeded. A wait for a dead peer lasts until the abort.
+both sides wait forever. A failed or aborted work counts as completed, and leaves garbage in the receiver's memory.
+Waiting for an aborted work returns as if the work had succeeded. A wait for a dead peer lasts until the abort.
 """
 
 import random
@@ -59,7 +59,7 @@ class FakeWork:
 
 
 class Wires:
-    """Connects the two groups of a pair. `fates` are those of the first turns; all later turns succeed."""
+    """Connects the two groups of a pair. `fates`: the outcomes of the first turns; all later turns succeed."""
 
     def __init__(self, fates: Sequence[Fate] = (), late_s: float = 0.002) -> None:
         self.changed = Condition()
@@ -175,7 +175,7 @@ class HostStream:
 
 
 def fates(chance: random.Random, count: int) -> list[Fate]:
-    """Mostly fine fates; in half of all cases one turn fails or never ends."""
+    """Random outcomes, mostly successes; in half of all cases one turn fails or never ends."""
     drawn = [chance.choices((Fate.FINE, Fate.LATE), (6, 1))[0] for _ in range(count)]
     if chance.random() < 0.5:
         drawn[chance.randrange(count)] = chance.choice((Fate.FAILS, Fate.NEVER_ENDS))

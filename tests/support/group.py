@@ -67,7 +67,7 @@ def alone(epoch: int, names: Sequence[str], layer_count: int) -> Layout:
 
 @dataclass
 class Answer:
-    """What the dispatcher has for one request, over all attempts."""
+    """The dispatcher's record of one request over all attempts."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -115,9 +115,9 @@ def _gpu_like() -> MemoryBackend:
     return fake_driver.open_fake()
 
 
-# Two workers on one GPU: since NCCL refuses that, links go through host memory.
+# Two workers on one GPU. NCCL refuses that, so links go through host memory.
 ONE_GPU = Place(device="cuda", dtype="float32", transport="tcp", memory_factor=8)
-# What `pytest --device` selects. With `driver`, workers compute on the CPU in memory that is mapped through CUDA driver
+# Selected by `pytest --device`. With `driver`, workers compute on the CPU in memory that is mapped through CUDA driver
 # calls, with extents of a GPU's size.
 PLACES = {"cpu": Place(), "driver": replace(ONE_GPU, device="cpu", dtype="float64", backend=_gpu_like), "cuda": ONE_GPU}
 HERE = PLACES[os.environ.get(DEVICE, "cpu")]
@@ -139,12 +139,12 @@ class Sizes:
     harvest: Harvest | None = None  # limits of offline work
     place: Place = HERE
     async_scheduling: bool = False  # for lone workers
-    step_s: float = 0.0  # minimum of a step, so that requests do not end before the test acts
+    step_s: float = 0.0  # minimum duration of a step, so that requests do not end before the test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
 
 
 class Paced:
-    """A model runner with a minimum step time. Any: passes everything else on."""
+    """A model runner with a minimum step time. Any: all other attributes are the wrapped runner's."""
 
     def __init__(self, runner: Any, step_s: float) -> None:
         self._runner, self._step_s = runner, step_s
@@ -162,7 +162,7 @@ class Paced:
 
 
 class Copier(HostBlocks):
-    """Counts the copies made by stages of pipelines."""
+    """Counts the block copies made by pipeline stages."""
 
     in_pipelines = 0
 
@@ -175,7 +175,7 @@ _FIRST_HOST = "127.0.0.2"
 
 
 def _load(name: str, model_dir: Path, sizes: Sizes, stop: threading.Event) -> Engine:
-    """`stop`: ends the threads that play the other hosts."""
+    """`stop`: set to end the threads that play the other hosts."""
     place, memory_bytes = sizes.place, sizes.memory_bytes * sizes.place.memory_factor
     if place.ranks == 1:
         return load_engine(
@@ -311,7 +311,7 @@ class Dispatcher:
         await self._done[answer.request_id].wait()
 
     async def cancel(self, answer: Answer) -> None:
-        """Also works while the request moves between two workers."""
+        """Cancels a request, even while it moves between two workers."""
         answer.cancelled = True
         if answer.place is not None:
             name, handle = answer.place

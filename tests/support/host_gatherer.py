@@ -1,4 +1,4 @@
-"""Stands in for the kernel that gathers GPU memory: does the same with host addresses."""
+"""Stands in for the kernel that gathers GPU memory, but gathers from host addresses."""
 
 import ctypes
 from collections.abc import Callable

@@ -26,7 +26,9 @@ def line(number: int, **changes: object) -> str:
 
 
 class ScriptedGateway:
-    """Answers each prompt with itself; with probability `fails` it fails in one of a gateway's ways."""
+    """Answers each prompt with the prompt itself. With probability `fails`, it fails in one of the ways a gateway
+    does.
+    """
 
     def __init__(self, seed: int = 0, *, fails: float = 0.0, takes_s: float = 0.0) -> None:
         self.asked: Counter[str] = Counter()

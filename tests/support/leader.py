@@ -111,7 +111,7 @@ class Leader:
         return tuple(s for _, snapshots in handed_over.snapshots for s in snapshots)
 
     def adopt(self, snapshots: tuple[SequenceSnapshot, ...], *, travels: bool = False, last: bool = False) -> None:
-        """Adopts sequences after reserving blocks for their KV, as the shell does."""
+        """Adopts sequences after reserving blocks for their KV, as the shell does. Returns the commands."""
         for snapshot in snapshots:
             self.book.hold(snapshot.sequence_id, snapshot.computed_tokens)
         ids = frozenset(s.sequence_id for s in snapshots)

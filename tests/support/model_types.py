@@ -1,10 +1,10 @@
 """Every model type with a causal or image-text-to-text model in `transformers`: equal, or refused at startup.
 
     python -m tests.support.model_types --out FILE [--part 1/4]     # compares, and adds a line for each to FILE
-    python -m tests.support.model_types --out FILE --write          # puts what FILE has into docs/your-model.md
+    python -m tests.support.model_types --out FILE --write          # writes the results in FILE to docs/your-model.md
 
-Each is a small random checkpoint of the type's own configuration class, with the known sizes reduced; prompts are text.
-Types that remain large, or whose configuration cannot be made small, are not compared.
+Each model is a small random checkpoint of the type's own configuration class, with the known sizes reduced; prompts are
+text. Types that remain large, or whose configuration cannot be reduced, are not compared.
 """
 
 import argparse
@@ -56,7 +56,7 @@ _MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 48_000_000
 _PATIENCE_S = 90
 README = Path(__file__).parents[2] / "README.md"
 _BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
-_WHY = {  # part of an error -> reason as the page words it
+_WHY = {  # part of an error -> reason as worded on the page
     "keeps other state than keys and values": "state that is no KV, or attention of its own kind",
     "is neither causal nor a window": "not causal",
     "is more than a decoder of text": "more than text",
@@ -82,7 +82,7 @@ def model_types() -> list[str]:
     return sorted({*texts, *images})
 
 
-def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
+def compare(model_type: str, folder: Path) -> tuple[str, str]:
     """Compares one model type. Returns the outcome ("equal", "refused", "refused at load", "wrong" or "not compared")
     and why.
     """
@@ -189,7 +189,7 @@ def scan(out: Path, part: int, parts: int, types: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 with _patient():
-                    verdict, why = query_dispatchers(model_type, Path(folder))
+                    verdict, why = compare(model_type, Path(folder))
             except Exception as error:  # noqa: BLE001 modelling code raises anything for unexpected sizes
                 verdict, why = "not compared", f"{type(error).__name__}: {str(error)[:120]}"
         with out.open("a") as file:
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default="1/1")
-    parser.add_argument("--types", help="a,b,...: only these")
+    parser.add_argument("--types", help="a,b,...: compare only these types")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     if not args.write:

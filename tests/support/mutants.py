@@ -2,7 +2,7 @@
 
     python -m tests.support.mutants [--seeds N] [NAME ...]
 
-Each mutant is a patch, applied in a separate process.
+Each mutant is a patch that is applied in a separate process.
 """
 
 # Patches replace methods of any signature.
@@ -70,7 +70,7 @@ def _waits_for_aborts(overdue: Any) -> Any:
 
 
 def _untold(pass_on: Any) -> Any:
-    """The leader gives up a restore without notifying its followers."""
+    """The leader aborts a restore without notifying its followers."""
 
     def kept(self: TransitionDriver, epoch: Epoch) -> Any:
         links = self._links.pass_on
@@ -97,7 +97,7 @@ def _kept_too(hand_over: Any) -> Any:
 
 
 def _wrong_block(blocks: Any) -> Any:
-    """The sender reads the blocks in another order than the sequence's table."""
+    """The sender reads the blocks in a different order from the sequence's table."""
     return lambda self, piece: (*reversed(blocks(self, piece)),)
 
 
@@ -132,7 +132,9 @@ def _leader_only(landed: Any) -> Any:
 
 
 def _without_minority_rule(gone: Any) -> Any:
-    """A worker that answers neither monitor nor planner is removed, even if it is these that are cut off."""
+    """A worker that answers neither monitor nor planner is removed, even if the monitor and the planner are the ones
+    cut off.
+    """
     return lambda self, _, groups, left: gone(self, 1 << 30, groups, left)
 
 
@@ -191,9 +193,9 @@ def run_each(module: str, names: Iterable[str], look: Callable[[str, int], str],
     processes.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", help="all if none is given")
+    parser.add_argument("names", nargs="*", help="mutants to run (default: all)")
     parser.add_argument("--seeds", type=int, default=seeds)
-    parser.add_argument("--here", action="store_true", help="in this process: one mutant")
+    parser.add_argument("--here", action="store_true", help="run one mutant in this process")
     args = parser.parse_args()
     for name in args.names or names:
         if args.here:

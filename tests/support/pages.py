@@ -73,7 +73,7 @@ def differs(printed: str, expected: str) -> str:
 
 
 class Session:
-    """Runs steps one after another; what they start ends with the session."""
+    """Runs steps one after another. Processes that they start end with the session."""
 
     def __init__(self, up_flags: str, environ: Mapping[str, str]) -> None:
         self._up_flags = up_flags
@@ -160,7 +160,7 @@ def write(page: Path) -> None:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Relative link targets of a page."""
+    """The page's relative link targets."""
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             yield target

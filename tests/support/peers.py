@@ -17,7 +17,7 @@ class Together:
 
 
 class OneOf:
-    """Implements `Peers` for one of the threads."""
+    """Implements `Peers` for one thread."""
 
     def __init__(self, together: Together, rank: int) -> None:
         self._together = together

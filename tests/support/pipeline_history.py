@@ -1,4 +1,6 @@
-"""Long histories of a cluster of cores, drawn from a seed and reduced to a hash. Also a program that a test runs."""
+"""Long histories of a cluster of cores, drawn from a seed and reduced to a hash. Also a program that a test runs in a
+new process.
+"""
 
 import hashlib
 import random
@@ -74,13 +76,15 @@ class History:
 
     @property
     def returned_from_mirrors(self) -> int:
-        """Copies from host memory of offline sequences that had yielded; 0 if online sequences swap, too."""
+        """Number of blocks copied back from host memory for offline sequences that had yielded; 0 if online sequences
+        swap, too.
+        """
         if self.cluster.limits.swaps_online:
             return 0
         told = [command for command in self.cluster.told if isinstance(command, Execute | Removed)]
         return sum(not copy.out for command in told for copy in command.copies)
 
-    # Each action returns whether there was anything to do.
+    # Each action returns whether it could do anything.
 
     def submit(self) -> bool:
         if not self.left:
@@ -107,7 +111,9 @@ class History:
         return True
 
     def _prompt(self) -> tuple[int, ...]:
-        """New tokens; with prefix caching, often after a prefix of an earlier request's prompt and answer."""
+        """A random prompt. With prefix caching, it often begins with a prefix of an earlier request's prompt and
+        answer.
+        """
         rng, cluster = self.rng, self.cluster
         new = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, rng.choice([6, 24]))))
         if not (cluster.limits.prefix_caching and cluster.requests) or rng.random() < 0.3:
@@ -139,7 +145,7 @@ class History:
         return self.finish_step(fail=True)
 
     def step(self) -> bool:
-        """A whole round of a group without interruption."""
+        """A whole step of a group without interruption."""
         group = self._group()
         self.cluster.want_batch(group)
         self.cluster.drain_pipeline(group)

@@ -1,4 +1,4 @@
-"""Parts of a simulated cluster of cores: requests as seen by dispatchers, workers, groups."""
+"""Parts of a simulated cluster of cores: requests as a dispatcher sees them, workers, and groups."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ LAYERS = 5
 
 @dataclass
 class Request:
-    """What the dispatcher knows about a request."""
+    """A request, with the dispatcher's knowledge of it."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
@@ -44,7 +44,7 @@ class Request:
         return self.ending is None and not self.abandoned
 
     def roll_back(self, point: tuple[int, int]) -> None:
-        """Truncates the answer to `point`, as if the dispatcher had lost what followed."""
+        """Truncates the answer to `point`, as if the dispatcher had lost everything after it."""
         token_count, char_count = point
         del self.tokens[token_count:]
         del self.logprobs[token_count:]

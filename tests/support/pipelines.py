@@ -70,7 +70,7 @@ class Cluster:
         self.requests: list[Request] = []
         self.by_key: dict[tuple[WorkerId, SequenceKey], Request] = {}
         self.where: dict[int, dict[int, Worker]] = {}  # sequence id -> layer -> holder of its KV in transit
-        self.kv_tokens: dict[int, int] = {}  # of these sequences
+        self.kv_tokens: dict[int, int] = {}  # sequence id -> tokens of its KV in transit
         self.told: list[Command] = []
         self.resumed_from_kv = 0
         self.overlapped = 0  # chunks dispatched while the previous one was in flight
@@ -109,7 +109,7 @@ class Cluster:
                 assert not before.samples, "the token is not known yet"
                 assert part.first_position == before.first_position + len(before.token_ids)
                 self.overlapped += 1
-        assert len(group.batches) <= len(group.members)  # at most one ahead
+        assert len(group.batches) <= len(group.members)  # with this one, one more than stages
         assert sum(len(s.token_ids) for s in batch.slices) <= self.limits.max_batch_tokens
         group.batches[batch.step_id] = batch
         self._drop_texts(leader, batch)
@@ -222,7 +222,7 @@ class Cluster:
                 self.run_stage(worker)
         while group.results:
             self.finish_step(group)
-        for worker in group.members:  # removals from the last results
+        for worker in group.members:  # removals that follow from the last results
             while worker.queue:
                 self.run_stage(worker)
         assert not group.batches
@@ -318,7 +318,7 @@ class Cluster:
         return found or {layer: worker for worker in group.members for layer in worker.layers}
 
     def travelling(self, group: Group) -> list[tuple[int, int]]:
-        """(sequence id, layer) of KV that has not reached the worker which will use it."""
+        """(sequence id, layer) of KV that has not reached the worker that will use it."""
         return [
             (sequence_id, layer)
             for sequence_id in group.leader.core.group_scheduler.suspended_ids
@@ -354,7 +354,7 @@ class Cluster:
     # ---------------------------------------------------------------- groups
 
     def _foreign_blocks(self, group: Group, worker: Worker, adopting: Collection[int]) -> int:
-        """Blocks held for KV being sent away, or for sequences that the leader has not adopted yet."""
+        """Blocks held for KV that is being sent away, or for sequences that the leader has not adopted yet."""
         core = group.leader.core
         own = {*core.sequence_ids, *core.group_scheduler.scheduler.suspended, *adopting}
         return sum(len(worker.book.table(s)) for s in self.where if s not in own)
@@ -443,7 +443,7 @@ class Cluster:
         leader = group.leader
         had = leader.core.group_scheduler.kv_tokens
         self.feed(leader, RoleChanged(0.0, leads=True, stage_count=len(group.members)))
-        self.tell_capacity(group)  # before each sequence holds its own blocks there
+        self.tell_capacity(group)  # reports capacity before the sequences hold blocks in the new group
         own = {s for s in leader.core.group_scheduler.kv_tokens if s in self.where}
         for preempted in sorted(had.keys() - own):
             self._stop_travelling(group, preempted)
@@ -472,7 +472,7 @@ class Cluster:
                 self.feed(group.leader, KvArrived(0.0, sequence_id))
 
     def deliver_handover(self, group: Group) -> None:
-        """Delivers a handover between batches, since a stage must not give away blocks that a batch in flight uses."""
+        """Delivers a handover between batches, since a stage must not free blocks that a batch in flight uses."""
         self.drain_pipeline(group)
         self.tell_capacity(group)
         self.drain_pipeline(group)

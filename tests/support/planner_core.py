@@ -26,8 +26,8 @@ PACE = Pace(CostModel(attention_s=0.0, token_s=1e-4, chunk_s=0.01, shared_s=0.01
 
 
 class Planner:
-    """A core, checked after each event, with a compliant store and members that answer as the test says. By default,
-    overloads are handled by need, without comparing candidates.
+    """A core that is checked after each event, with a well-behaved store and members whose answers the test scripts. By
+    default, overloads are handled by need, without comparing candidates.
     """
 
     def __init__(self, **rules: object) -> None:
@@ -41,7 +41,7 @@ class Planner:
         self.stored: p.StoredLayout | None = None
         self.outcomes: list[p.WriteOutcome] = []  # for the next writes, instead of WRITTEN
         self.journal: list[Stage] = []
-        self.phases: dict[str, Phase] = {}  # answers by member; a missing member is silent
+        self.phases: dict[str, Phase] = {}  # scripted answers by member; a member without one is silent
         self.said: list[p.Command] = []
         self.events: list[p.Event] = []
         self.answered = 0  # number of handled events

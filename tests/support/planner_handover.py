@@ -1,7 +1,7 @@
 """A drop of two workers by two successive planners with one store, for `tests.support.exhaustive`.
 
-Planners are the real cores. Calls to members and store operations take time and complete in any order; some are lost,
-or their answers are. A replaced planner continues until it learns of its replacement.
+Planners are the real cores. Calls to members and store operations take time and complete in any order; some of them, or
+their answers, are lost. A replaced planner continues until it learns of its replacement.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ _UNSEEN = (
     "_requests",
     "sizing",
     "events",
-)  # of a core: they influence no decision
+)  # fields of a core that influence no decision
 
 Operation = p.LoadLayout | p.WriteLayout | p.WriteJournal | p.ReadLoads
 
@@ -43,7 +43,7 @@ class Seat:
         )
         self.timer_s: float | None = None
         self.operations: list[Operation] = []
-        self.calls: dict[WorkerId, list[tuple[p.CallMember, int]]] = {A: [], B: []}  # with the token at that time
+        self.calls: dict[WorkerId, list[tuple[p.CallMember, int]]] = {A: [], B: []}  # with the fencing token
 
 
 class Handover:
@@ -73,7 +73,7 @@ class Handover:
         return seats, self.losses, self.token, self.leader, self.stored, self.phases, self.fences
 
     def _late(self, seat: Seat) -> int:
-        """How long the current stage has lasted, coarsely, since a deadline ends it."""
+        """Coarse duration of the current stage, which matters because a deadline ends the stage."""
         coordinator = seat.core.conductor.coordinator
         return min(8, int((self.now_s - coordinator._entered_s) / 8.0)) if coordinator is not None else 0
 
@@ -251,20 +251,20 @@ class Handover:
     def check(self) -> None:
         for seat in self.seats:
             seat.core.check()
-        assert self.in_force == sorted(set(self.in_force)), f"an epoch decreased or was repeated: {self.in_force}"
+        assert self.in_force == sorted(set(self.in_force)), f"epochs must increase: {self.in_force}"
         for epoch in {epoch for _, epoch in self.phases}:
             said = {self.phases.get((worker, epoch), Phase.NONE) for worker in (A, B)}
             gone_on = said & {Phase.EXCHANGING, Phase.DONE}
-            assert not (gone_on and Phase.ABORTED in said), f"one member continued, one took it back: {said}"
+            assert not (gone_on and Phase.ABORTED in said), f"one member went ahead, the other one undid it: {said}"
 
     def check_end(self) -> None:
         assert self.stored is not None
         assert self.stored.journal is not None
         journal, conductor = self.stored.journal, self.seats[self.leader].core.conductor
-        assert not conductor.busy, f"never ends: {conductor.coordinator and conductor.coordinator.stage}"
+        assert not conductor.busy, f"the transition never ends: {conductor.coordinator and conductor.coordinator.stage}"
         assert journal.stage.over, f"the journal stays in {journal.stage}"
         said = {self.phases.get((worker, journal.epoch), Phase.NONE) for worker in (A, B)}
         if self.stored.layout.epoch == journal.epoch:
             assert said == {Phase.DONE}, f"the layout is in force, but members are {said}"
         else:
-            assert said <= {Phase.NONE, Phase.FAILED, Phase.ABORTED}, f"it was taken back, and members are {said}"
+            assert said <= {Phase.NONE, Phase.FAILED, Phase.ABORTED}, f"it was aborted, but members are {said}"

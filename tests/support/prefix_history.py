@@ -28,7 +28,7 @@ class Stage:
         self._block_tokens = block_tokens
         self.book = BlockBook(leader_blocks + rng.randrange(9), block_tokens, first_block=rng.randrange(50))
         self.engine = FakeEngine(block_tokens)
-        self.late: list[tuple[Batch, tuple[bool, ...], list[int]]] = []  # with the output of the leader's engine
+        self.late: list[tuple[Batch, tuple[bool, ...], list[int]]] = []  # with the leader's output
         self.moved_blocks = 0
 
     def run_one(self) -> None:

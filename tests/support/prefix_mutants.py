@@ -91,7 +91,7 @@ def _whole_prompt(match: Any) -> Any:
 
 
 def _names_ahead(name: Any) -> Any:
-    """Blocks get numbers before their tokens have KV."""
+    """Blocks get numbers before the KV of their tokens is computed."""
 
     def named(self: PrefixIndex, sequence: Any) -> None:
         computed, sequence.computed_tokens = (
@@ -107,7 +107,7 @@ def _names_ahead(name: Any) -> Any:
 
 
 def _names_at_departure(dispatch: Any) -> Any:
-    """A prompt's blocks get numbers as soon as the batch that computes them is formed."""
+    """A prompt's blocks get numbers as soon as a batch is formed to compute them."""
 
     def formed(self: Any, plan: Any) -> Any:
         execute = dispatch(self, plan)
@@ -152,7 +152,7 @@ def _numbers_stay(compacted: Any) -> Any:
 
 
 def _gives_up_too_early(apply: Any) -> Any:
-    """A follower drops a number before its leader tells it to."""
+    """A follower drops a number before its leader orders it."""
 
     def applied(self: BlockBook, batch: Any) -> Any:
         if self._first and self._numbered and batch.step_id % 7 == 0:
@@ -282,7 +282,7 @@ def _good_though_gone(gone: Any) -> Any:
 
 
 def _from_anybody(donors: Any) -> Any:
-    """A donor may have its blocks on some stages only."""
+    """A donor may hold its blocks on only some of the stages."""
     return lambda self, coming, _waiting: donors(self, coming, ())
 
 

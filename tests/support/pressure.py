@@ -29,7 +29,9 @@ def sample(
     groups: tuple[tuple[WorkerId, ...], ...] = ALONE,
     complete: bool = True,
 ) -> ClusterDemand:
-    """A demand sample. By default, `engaged_bytes` is all that is wanted, and `used_bytes` as much of it as fits."""
+    """A demand sample. By default, `engaged_bytes` equals `wanted_bytes`, and `used_bytes` is the part of it that
+    fits.
+    """
     return ClusterDemand(
         at_s=at_s,
         wanted_bytes=wanted_bytes,

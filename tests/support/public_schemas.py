@@ -1,7 +1,8 @@
 """A public set of JSON schemas from a package: those of the Kubernetes API (kubernetes-validate).
 
-They were written independently and for another purpose: nested up to dozens of levels, some recursive, with patterns,
-formats, unions and free-form maps. Referenced definitions are copied into each, so that it is self-contained.
+They were written independently of Ballast and for another purpose: nested up to dozens of levels, some recursive, with
+patterns, formats, unions and free-form maps. Referenced definitions are copied into each schema, so that it is
+self-contained.
 """
 
 import json

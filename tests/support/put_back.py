@@ -1,11 +1,11 @@
-"""Puts back defects that a GPU would reveal at once, one at a time: the test against each must fail.
+"""Reintroduces, one at a time, defects that a GPU would reveal at once; the test for each defect must fail.
 
     python -m tests.support.put_back
 
-Each defect restores an earlier line of a function. Run it in a new process, since torch gets a fake device for good.
+Each defect restores an earlier line of a function. Run it in a new process, since torch gets a fake device permanently.
 """
 
-from __future__ import annotations  # inherited by the code compiled here
+from __future__ import annotations  # also applies to the code compiled here
 
 import inspect
 import textwrap
@@ -30,7 +30,7 @@ _SEEN_ON_A_FAKE_DEVICE = ""
 class Defect:
     owner: type
     function: str
-    line: str  # part of a line
+    line: str  # part of the line to replace
     once: str
     test: str
     says: str

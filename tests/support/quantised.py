@@ -18,7 +18,7 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 
 def dense_of(folder: Path) -> Path:
-    """The equivalent dense checkpoint of a folder: itself, unless it is quantised."""
+    """The dense checkpoint that is equivalent to a folder's; the folder itself if it is not quantised."""
     beside = folder.parent / DENSE
     return beside if folder.name != DENSE and beside.exists() else folder
 

@@ -89,7 +89,7 @@ async def main(life: Lifecycle) -> None:
     parser.add_argument("--incarnation", type=int)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--monitor-address")
-    parser.add_argument("--heeds-no-other", action="store_true", help="monitor than the one at that address")
+    parser.add_argument("--heeds-no-other", action="store_true", help="use only the monitor at that address")
     arguments = parser.parse_args()
     logs.configure(service="worker", instance=arguments.worker_id, level="info", form="console")
     state = StateServer(arguments.redis_url)

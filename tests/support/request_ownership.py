@@ -1,7 +1,7 @@
 """One request, a dispatcher's core, two workers, and the faults between them, for `tests.support.exhaustive`.
 
-The workers are minimal: in any order, they generate tokens, end, hand over, refuse, fail, vanish and return. A token is
-its position in the answer, so that a lost, duplicated or misplaced one is obvious.
+The workers are minimal: in any order, they generate tokens, end the request, hand it over, refuse, fail, vanish and
+return. A token is its position in the answer, so that a lost, duplicated or misplaced one is obvious.
 """
 
 from collections.abc import Callable, Iterator
@@ -123,7 +123,7 @@ class Ownership:
         peer = self.peers[worker]
         message = peer.to_worker.pop(0)
         if isinstance(message, PlaceOnWorker):
-            assert list(message.output_token_ids) == self.received, "it goes on elsewhere behind other tokens"
+            assert list(message.output_token_ids) == self.received, "resumed elsewhere after different tokens"
             peer.running[message.handle] = len(message.output_token_ids)
             peer.seen_handle = message.handle
         elif message.handle in peer.running:

@@ -15,7 +15,7 @@ MARK = "rotating"
 
 
 def _turn() -> int:
-    """A number that depends on the commit."""
+    """A number that is derived from the commit."""
     told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
     return zlib.crc32(told.encode())
 

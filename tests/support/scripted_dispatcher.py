@@ -22,15 +22,15 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, name: str = "d0") -> None:
         self.name = name
         self.tokens = 3
-        self.refuse: list[BallastError] = []  # each fails one of the next Generate calls
-        self.fail_after: tuple[int, BallastError] | None = None  # (tokens, error)
+        self.refuse: list[BallastError] = []  # errors for the next Generate calls, one each
+        self.fail_after: tuple[int, BallastError] | None = None  # fails after (tokens, error)
         self.die_after: int | None = None  # tokens before UNAVAILABLE, as if the process had been killed
         self.end_early = False  # ends with OK, but without a finish reason
         self.pause_s = 0.0  # before each token
         self.requests: list[pb.GenerateRequest] = []
-        self.abandoned = asyncio.Event()  # a caller left during an answer
+        self.abandoned = asyncio.Event()  # set when a caller disconnects during an answer
         self.running: dict[str, asyncio.Event] = {}  # request id -> set when cancelled by id
-        self.started = asyncio.Event()  # a request has arrived
+        self.started = asyncio.Event()  # set when a request has arrived
         self.drained = False
         self.status = pb.GetStatusResponse(dispatcher_id=name, version="0.1.0", state_server_reachable=True)
 

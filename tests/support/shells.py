@@ -87,8 +87,8 @@ async def running_shell(
     max_waiting_count: int = 64,
     max_batch_tokens: int = 512,
 ) -> AsyncGenerator[WorkerShell]:
-    """A running shell. On exit, stops it, and checks that its thread and engine have ended. Raises the shell's error,
-    if any.
+    """A running shell. On exit, stops the shell and checks that its thread and engine have ended. Raises the shell's
+    error, if any.
     """
     real = load_engine(model_dir, device_memory_bytes=MEMORY_BYTES)
     engine = Disturbed(real, before_step)
@@ -127,7 +127,7 @@ def submission(stream: OutputStream, max_tokens: int, prompt: Sequence[int] = (9
     fields = {"prompt_token_ids": tuple(prompt), "sampling": sampling, "attempt": 1} | given
     handle = next(_handles)
     key = SequenceKey(stream.stream_id, handle)
-    # Tests choose the fields, so the type checker cannot verify them.
+    # Tests choose the fields, so the type checker cannot verify these.
     return Submitted(at_s=time.monotonic(), key=key, request_id=RequestId(f"r{handle}"), **fields)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,7 +1,7 @@
 """Timed workers that hand requests over to one another, as workers do when groups form and dissolve.
 
-The request comes from its dispatcher, and the notice of its handover from the other worker. It resumes once both have
-arrived.
+The dispatcher submits the request to its new worker, and the old worker sends the notice of the handover. The request
+resumes once both have arrived.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ class TimedMember(TimedWorker):
     def __init__(self, settings: TimedSettings, port: int = 0) -> None:
         super().__init__(settings, port)
         self.leads = True
-        self.hold_s = 10.0  # how long a request waits for its notice
+        self.hold_s = 10.0  # how long a submitted request waits for its notice
         self.resumed_count = 0
         self.refused_count = 0
         self._handed_over: set[str] = set()  # requests with a notice, whose submission has not arrived

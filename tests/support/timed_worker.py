@@ -1,8 +1,8 @@
 """A worker whose engine is a timer. It speaks the real WorkerService protocol over real gRPC.
 
-Its tokens are a function of prompt, seed and position, so a test can compute what must arrive, whatever happens in
-between. Run it inside a test (`async with TimedWorker(...)`) or as a process: `python -m tests.support.timed_worker
---worker-id w0`.
+Its tokens are a function of prompt, seed and position, so that a test can compute the expected answer under any faults.
+Run it inside a test (`async with TimedWorker(...)`) or as a process: `python -m tests.support.timed_worker --worker-id
+w0`.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class TimedSequence:
     base: int
     generated: int
     ends_at_s: float
-    held_text: str = ""  # text of generated tokens that is still held back
+    held_text: str = ""  # text of generated tokens that is not released yet
     blocks: int = 0
 
 
@@ -217,7 +217,9 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.waiting.append(sequence)
 
     def tell_cancelled(self, stream: TimedStream, submit: pb.Submit) -> None:
-        """Reports the ending as workers do, since a dispatcher that recalled the request resumes it only then."""
+        """Reports the cancellation as workers do, since a dispatcher that recalled the request resumes it only after
+        this ending.
+        """
         ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_CANCELLED)
         step = pb.StepOutput(endings=[ending], load=self.load(), seen_handle=stream.seen_handle)
         stream.messages.put_nowait(pb.AttachResponse(step=step))
@@ -300,7 +302,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     @staticmethod
     def _next_text(sequence: TimedSequence, token_id: int, *, is_last: bool) -> str:
-        """Lags one token behind, like incremental detokenisation."""
+        """The text for a new token. It lags one token behind, like incremental detokenisation."""
         if sequence.submit.omit_text:
             return ""
         text, sequence.held_text = sequence.held_text, f"{token_id} "

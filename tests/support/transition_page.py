@@ -8,13 +8,13 @@ from services.worker.core.phases import DROP, RESTORE, On, Row, State, Then
 
 _HEAD = """# Transitions
 
-Written by `make pages` from the tables in the code: every step of the planner is held against
-`services/planner/core/stages.py`, a member runs from `services/worker/core/phases.py`, and deadlines are theirs.
+`make pages` generates this page from the tables that the code executes: `services/planner/core/stages.py` has the
+stages of the planner, and `services/worker/core/phases.py` the states of a member, both with their deadlines.
 
-A drop merges instances into a pipeline, a restore takes it apart. The planner conducts both in two phases over the
-members whose groups change; what has been decided is in its journal. After a loss the others leave their group and
-the layout at once, without a transition; a restore of their own brings the layers back that they lack, and they are
-placed again.
+A drop merges instances into a pipeline, a restore dissolves it. The planner coordinates both as a two-phase protocol
+among the members whose groups change, and records its decisions in a journal. If a member is lost, the others leave
+their group and the layout at once, without a transition. Each then loads its missing layers and is added to the layout
+again.
 """
 
 
@@ -37,7 +37,7 @@ def _lines() -> Iterator[str]:
         if not row.next:
             yield f"| {stage} | - | | - | {row.way_out} |"
     yield ""
-    yield f"A member that a lost one was to send something to is not waited for longer than {rules.bereaved_s:g} s."
+    yield f"The planner waits at most {rules.bereaved_s:g} s for a member that expects data from a lost member."
     yield ""
     yield from _member("A member in a drop", DROP)
     yield from _member("A member in a restore", RESTORE)
@@ -54,7 +54,7 @@ def _member(title: str, table: Mapping[State, Row]) -> Iterator[str]:
         limit = "-" if not row.ways else "the planner's" if row.deadline_s is None else f"{row.deadline_s:g} s"
         yield f"| {state} | {row.phase} | {row.does} | {limit} | {row.way_out} |"
     yield ""
-    yield "What is not in a state's rows is not received: it changes nothing.\n"
+    yield "Events that a state does not list are ignored in that state.\n"
     yield "| state | receives | if | does | goes to |"
     yield "|---|---|---|---|---|"
     for state in states:

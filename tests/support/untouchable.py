@@ -44,7 +44,7 @@ class Untouchable(torch.Tensor):
 
 
 def touchable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes, accessible to the test."""
+    """The same bytes as a tensor that the test can access."""
     if not isinstance(tensor, Untouchable):
         return tensor
     address = tensor.data_ptr()

@@ -1,5 +1,5 @@
-"""A pipeline in virtual time, without threads: the leader's real core, and stages that take as long as a cost model
-says.
+"""A pipeline in virtual time, without threads: the leader's real core, and stages whose durations follow a cost
+model.
 """
 
 import random
@@ -31,7 +31,7 @@ _NO_MEMORY = MemoryReport(budget_bytes=4, parameter_bytes=2, kv_bytes=1, free_by
 @dataclass(frozen=True)
 class Outcome:
     wall_s: float
-    backlog_bubble: float  # while requests waited
+    backlog_bubble: float  # bubble fraction while requests waited
     bubble: float
     first_token_s: float
     steps: int

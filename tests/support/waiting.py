@@ -1,4 +1,4 @@
-"""Polling for conditions without an event."""
+"""Polls conditions that no event signals."""
 
 import asyncio
 from collections.abc import Callable

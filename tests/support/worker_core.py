@@ -99,14 +99,14 @@ class FakeEngine:
         return list(self._known)
 
     def forget_all(self) -> None:
-        """Forgets the sequences, as when the group changes, but not their KV."""
+        """Forgets the sequences, as at a change of the group, but not their KV."""
         self._known.clear()
 
     def run(self, execute: w.Execute) -> tuple[StepResult, tuple[str, ...]]:
         batch = execute.batch
         for sequence_id in batch.removed:
             for known in (self._known, self._computed, self._text_wanted):
-                known.pop(sequence_id, None)  # a sequence whose KV was swapped in may not have entered yet
+                known.pop(sequence_id, None)  # a sequence whose KV was swapped in may not be known yet
         for new, text_wanted in zip(batch.added, execute.text_wanted, strict=True):
             assert new.sequence_id not in self._known
             self._known[new.sequence_id] = new
@@ -167,7 +167,7 @@ class FakeEngine:
         assert part.first_position == self._computed.setdefault(part.sequence_id, part.first_position)
         assert part.token_ids
         new = self._known[part.sequence_id]
-        known = (new.prompt_token_ids + new.output_token_ids)[part.first_position :]  # as of its entry
+        known = (new.prompt_token_ids + new.output_token_ids)[part.first_position :]  # as of its addition to the batch
         assert part.token_ids[: len(known)] == known[: len(part.token_ids)]
         for position, token_id in enumerate(part.token_ids, part.first_position):
             self._cache[table[position // self._block_tokens], position % self._block_tokens] = token_id
@@ -210,8 +210,8 @@ class Driver:
         self.received: dict[w.SequenceKey, Received] = {}
         self.sampling: dict[w.SequenceKey, SamplingParams] = {}
         self.executed: list[w.Execute] = []
-        self.copied_alone = False  # the last batch only copied
-        self.preempted: set[w.SequenceKey] = set()  # admitted before, and reported to wait again
+        self.copied_alone = False  # whether the last batch only copied blocks
+        self.preempted: set[w.SequenceKey] = set()  # reported as waiting again after they had been admitted
         self._handles: Iterator[int] = count(1)
 
     @property
@@ -246,8 +246,8 @@ class Driver:
         return commands
 
     def _launch(self, execute: w.Execute) -> None:
-        """With async scheduling, runs the batch at launch, in launch order; one with safepoints may be preempted, so it
-        runs later.
+        """Launches a batch. With async scheduling it runs at launch, in launch order; a batch with safepoints may be
+        preempted, so it runs later.
         """
         ahead = self.limits.async_scheduling and not execute.batch.safepoint_layers
         self._launched.append((execute, self.engine.run(execute) if ahead else None))

@@ -32,25 +32,36 @@ _FAILED = 1
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate: Emulate) -> None:
     """Add `bench` and its subcommands to a parser. `emulate`: resolves `--profile GPU` and `--model NAME`."""
-    parser = subparsers.add_parser("bench", help="put a cluster under load and measure it")
+    parser = subparsers.add_parser("bench", help="measure a cluster under load")
     commands = parser.add_subparsers(dest="bench_command", required=True)
     replay = commands.add_parser(
         "replay",
-        help="replay a trace of requests at its own pace",
-        description="Open-loop replay: requests are sent when the trace says so, however the cluster fares. Reads"
-        " arrival_s,input_tokens,output_tokens as well as the published files of BurstGPT, Azure and Mooncake.",
+        help="replay a trace of requests in real time",
+        description="Open-loop replay: requests are sent at the times of the trace, regardless of the cluster's"
+        " load. Traces are CSV files with arrival_s,input_tokens,output_tokens, or the published files"
+        " of BurstGPT, Azure and Mooncake.",
     )
-    replay.add_argument("--trace", type=Path, required=True, metavar="FILE", help="who arrives when")
-    replay.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="times arrivals; 0.5: twice as fast")
-    replay.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="times input and output tokens")
+    replay.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="trace with arrivals and token counts"
+    )
+    replay.add_argument(
+        "--time-scale", type=float, default=1.0, metavar="X", help="factor on arrival times; 0.5: twice as fast"
+    )
+    replay.add_argument(
+        "--length-scale", type=float, default=1.0, metavar="X", help="factor on input and output tokens"
+    )
     replay.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    replay.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens")
-    replay.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
-    replay.add_argument("--address", metavar="HOST:PORT", help="dispatchers (BALLAST_ADDRESS, or this machine)")
-    replay.add_argument("--planner", metavar="HOST:PORT", help="to be asked itself, past the dispatchers")
-    replay.add_argument("--model", type=Path, metavar="DIR", help="start a cluster with this model for it")
-    replay.add_argument("--workers", type=int, default=2, metavar="N", help="of that cluster")
-    replay.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="of each of its workers")
+    replay.add_argument("--seed", type=int, default=0, help="seed of the prompts, which are random tokens")
+    replay.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="deadline of each request")
+    replay.add_argument(
+        "--address", metavar="HOST:PORT", help="addresses of dispatchers (default: BALLAST_ADDRESS, or this machine)"
+    )
+    replay.add_argument(
+        "--planner", metavar="HOST:PORT", help="address of a planner to call directly, not through dispatchers"
+    )
+    replay.add_argument("--model", type=Path, metavar="DIR", help="start a cluster with this model")
+    replay.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers of that cluster")
+    replay.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="memory budget of each of its workers")
     replay.add_argument(
         "--json", type=output_file, metavar="OUT", help="result file; -: standard output (docs/results-schema.md)"
     )
@@ -58,15 +69,15 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate
     replay.add_argument(
         "--trace-out", type=output_file, metavar="FILE", help="timeline of the stages, for ui.perfetto.dev"
     )
-    replay.add_argument("--record-tokens", action="store_true", help="keep prompt and answer of each request")
+    replay.add_argument("--record-tokens", action="store_true", help="store prompt and answer of each request")
     replay.set_defaults(run=run)
     add_overload_parser(commands, emulate)
     add_plot_parser(commands)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `ballast bench replay`. Returns the exit status: 0 all requests finished, 1 some did not, 130 interrupted
-    (the results so far are written).
+    """Run `ballast bench replay`. Returns the exit status: 0 if all requests finished, 1 if some did not, 130 if
+    interrupted (the results so far are written).
     """
     return asyncio.run(_replay(args))
 
@@ -96,7 +107,7 @@ async def _replay(args: argparse.Namespace) -> int:
 
 
 async def _write_timeline(address: str, path: Path | None, console: Console) -> None:
-    """Write the timeline of the workers' steps, while they still run. A failure is only reported."""
+    """Write the timeline of the workers' steps while the workers still run. A failure is only reported."""
     if path is None:
         return
     try:

@@ -27,7 +27,9 @@ def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
 
 
 def _plain(result: BenchResult) -> str:
-    """Name of the baseline: recompute, which differs only in not dropping, or else another policy; drop if alone."""
+    """Name of the baseline: recompute if it was run, since it differs only in not dropping; otherwise another policy;
+    drop if it is the only one.
+    """
     names = [_PLAIN, *(name for name in result.policies if name != "drop"), *result.policies]
     return next(name for name in names if name in result.policies)
 

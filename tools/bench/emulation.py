@@ -1,7 +1,7 @@
 """Measurements with emulated workers, whose steps take as long as a GPU's. Checks that this machine kept up.
 
-Services, links, transitions and KV accounting are real and share this machine's processors. If these are too few, steps
-or the client are late, and the run is void.
+Services, links, transitions and KV accounting are real and share this machine's processors. If the processors are too
+few, steps or the client are late, and the run is void.
 """
 
 import os

@@ -61,12 +61,12 @@ from tools.bench.workloads import Workload
 from tools.local.cluster import LocalCluster
 from tools.model.info import read_info
 
-_FEW_PER_WORKER = 2  # requests per worker in the probe with few requests
+_FEW_PER_WORKER = 2  # requests per worker in the first probe, which has few requests
 _WARMUP_ROUNDS = 3
-_WARMUP_ANSWER_TOKENS = 16  # longer answers would warm up no further code
+_WARMUP_ANSWER_TOKENS = 16  # a longer answer would not warm up any more code
 _LAYOUT_WITHIN_S = 60.0
 _SIZING_ATTEMPTS = 4
-_ENOUGH = 0.95  # acceptable share of the intended memory
+_ENOUGH = 0.95  # acceptable fraction of the intended memory
 _REST_S = 0.5
 _POLL_S = 0.1
 
@@ -177,7 +177,7 @@ class OverloadComparison:
             raise ConfigError(workload.word, f"has changed since it was planned in {self._out}; choose another --out")
 
     def _time_scale(self, workload: Workload) -> float:
-        """Factor on arrival times by which the workload lasts `--span-s`; the rate is then scaled to the demand."""
+        """Factor on arrival times with which the workload lasts `--span-s`. The rate is then scaled to the demand."""
         span_s = self._arguments.span_s
         return 1.0 if span_s is None or not workload.base.span_s else span_s / workload.base.span_s
 
@@ -341,7 +341,7 @@ def is_formed(sizes: Sequence[int], degree: int) -> bool:
 async def wait_at_rest(address: str, degree: int) -> int:
     """Wait until the cluster has been idle, with a policy's initial groups (`is_formed`), for half a second.
 
-    Returns the KV capacity in tokens. An overload that the last request has caused is over by then.
+    Returns the KV capacity in tokens. By then, an overload caused by the last request is over.
     """
     give_up_at_s = time.monotonic() + _LAYOUT_WITHIN_S
     at_rest_since_s: float | None = None

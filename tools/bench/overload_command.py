@@ -43,83 +43,96 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]", 
     parser = commands.add_parser(
         "overload",
         help="compare overload policies on the same bursts",
-        description="Every policy replays every workload on fresh clusters of its own, in interleaved order. Called"
-        " again with the same arguments it goes on where it was. `ballast bench plot` draws the results.",
+        description="Replays every workload with every policy, each on a new cluster, in interleaved order. Run"
+        " again with the same arguments, it resumes after an interruption. `ballast bench plot` draws"
+        " the results.",
     )
     parser.set_defaults(run=run, emulate=emulate)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="plan.json, runs/ and logs/ go there")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="output folder for plan.json, runs/ and logs/"
+    )
     _add_contestants(parser)
     parser.add_argument(
         "--workloads",
         required=True,
         metavar="W,...",
-        help="trace files, `burst`, `spike` or `answers`; FILE+LENGTHS takes lengths from another file or a fitted"
-        " data set, extreme:W repeats the burst of W, twice:W all of W, FILE@SECONDS is so much of it around its burst",
+        help="trace files, `burst`, `spike` or `answers`; FILE+LENGTHS uses lengths from another file or a fitted"
+        " data set, extreme:W repeats the burst of W, twice:W all of W, FILE@SECONDS is that part of it around"
+        " its burst",
     )
     parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help=_EMULATED)
     parser.add_argument(
-        "--profile", metavar="GPU", help="how fast emulated workers are: of the catalogue, or a FILE.yaml"
+        "--profile", metavar="GPU", help="speed of emulated workers: a GPU of the catalogue, or a FILE.yaml"
     )
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="checkpoint (default: a small random one in OUT); with emulated workers a model of the catalogue",
+        help="checkpoint (default: a small one with random weights in OUT); with emulated workers a model of the"
+        " catalogue",
     )
     parser.add_argument(
         "--workers",
         default="2",
         metavar="N,...",
-        help="of each cluster (default: 2); with several numbers each has a folder of its own in OUT",
+        help="workers of each cluster (default: 2); with several numbers each has its own folder in OUT",
     )
-    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: 3)")
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and prompts")
-    parser.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
+    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="number of repetitions (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals, lengths and prompts")
+    parser.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="deadline of each request")
     parser.add_argument(
         "--demand",
         type=float,
         metavar="X",
-        help="average KV demand to scale arrivals to, as a share of un-dropped capacity (default: 0.55; with emulated"
-        " workers arrivals stay as they are)",
+        help="scale arrivals to this average KV demand, as a fraction of un-dropped capacity (default: 0.55; with"
+        " emulated workers arrivals are not scaled)",
     )
     parser.add_argument(
         "--peak",
         type=float,
         metavar="X",
-        help="scale arrivals less than that where their forecast peak would exceed X times that capacity",
+        help="scale arrivals less if their forecast peak would exceed X times that capacity",
     )
     span = parser.add_mutually_exclusive_group()
-    span.add_argument("--span-s", type=float, metavar="S", help="squeeze or stretch each trace to this many seconds")
-    span.add_argument("--max-minutes", type=float, metavar="M", help="likewise, to what lets all of it take so long")
-    parser.add_argument("--plan-only", action="store_true", help="say how long it would take, and end")
+    span.add_argument("--span-s", type=float, metavar="S", help="compress or stretch each trace to this many seconds")
+    span.add_argument(
+        "--max-minutes",
+        type=float,
+        metavar="M",
+        help="compress or stretch traces so that the whole comparison takes this long",
+    )
+    parser.add_argument("--plan-only", action="store_true", help="print the expected duration and exit")
     parser.add_argument(
         "--mean-tokens",
         type=float,
         metavar="N",
-        help="shorten lengths to this mean (default: 240; with emulated workers they stay as they are)",
+        help="shorten lengths to this mean (default: 240; with emulated workers they are not changed)",
     )
     parser.add_argument(
         "--answer-share",
         type=float,
         metavar="X",
-        help="of the tokens of the mean request (default: that of the trace): prompts and answers are shortened apart",
+        help="fraction of answer tokens in the mean request, as prompts and answers are shortened separately"
+        " (default: that of the trace)",
     )
-    parser.add_argument("--sequences-each", type=int, metavar="N", help="mean requests that a worker has room for (8)")
     parser.add_argument(
-        "--probe-s", type=float, metavar="S", help=f"of each of two measurements (default: {PROBE_S:g})"
+        "--sequences-each", type=int, metavar="N", help="number of mean requests that fit into a worker's memory (8)"
+    )
+    parser.add_argument(
+        "--probe-s", type=float, metavar="S", help=f"seconds of each of two measurements (default: {PROBE_S:g})"
     )
     parser.add_argument(
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help="requests that run in a worker (default: 64; 256 with emulated ones)",
+        help="maximum number of running requests of a worker (default: 64; 256 with emulated ones)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a setting of the services, of all runs: monitor.dwell_s=5; may be repeated",
+        help="a setting of the services for all runs: monitor.dwell_s=5; may be repeated",
     )
 
 
@@ -140,7 +153,11 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
         help="drop with naive transfers and microbatches of equal token counts; with coordinated transfers; with both",
     )
     contestants.add_argument(
-        "--sweep", action="store_const", dest="policies", const=",".join(SWEEP), help="every policy's own knobs"
+        "--sweep",
+        action="store_const",
+        dest="policies",
+        const=",".join(SWEEP),
+        help="compare parameters of each policy",
     )
 
 
@@ -214,7 +231,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
-    """The comparisons, one for each number of workers, each with the policies for which its workers suffice."""
+    """The comparisons, one for each number of workers. Each has the policies for which its workers suffice."""
     numbers = _numbers(args.workers)
     specs = parse_policies(args.policies)
     for spec in specs:
@@ -238,7 +255,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _longer(workload: Workload) -> float:
-    """Factor by which a workload lasts longer than its base trace, as its burst is repeated."""
+    """Factor by which a workload lasts longer than its base trace, because its burst is repeated."""
     return workload.trace.span_s / workload.base.span_s if workload.base.span_s else 1.0
 
 

@@ -13,9 +13,9 @@ from tools.model.info import CheckpointInfo
 RUN_OVERHEAD_S = 8.5  # time for start, warm-up and end of a cluster
 _TAIL_SHARE = 0.2  # time from the last arrival to the last answer, as a fraction of the trace's span
 _PROBE_SHARE = 2.8  # duration of two probes with ramp-up, in units of `probe_s`
-NO_PEAK = 1e9  # multiple of the capacity that stands for no limit on the peak
-_OVERFLOW = 1.05  # multiple of the capacity; with a lower peak, policies do not differ
-_SHORTEST_SPAN_S = 10.0  # a shorter workload has hardly a burst
+NO_PEAK = 1e9  # a multiple of the capacity that means no limit on the peak
+_OVERFLOW = 1.05  # multiple of the capacity; if the peak is lower, policies do not differ
+_SHORTEST_SPAN_S = 10.0  # a shorter workload has hardly any burst
 
 
 def setting_variable(name: str) -> str:
@@ -45,7 +45,7 @@ class ComparisonArguments(BaseModel):
 
 
 class WorkloadPlan(BaseModel):
-    """How a workload is replayed, in all runs alike."""
+    """How a workload is replayed, which is the same in all runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

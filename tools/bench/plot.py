@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _REPORT_S = 0.2  # time until all workers have reported their capacity after a transition
-_WIDE, _NARROW = 6.0, 4.4  # width of a column in inches, if there are up to two and if there are more
+_WIDE, _NARROW = 6.0, 4.4  # width of a column in inches: with up to two columns, and with more
 _FAILURE_MARKS = {
     RequestOutcome.REFUSED: "refused",
     RequestOutcome.DEADLINE: "over its deadline",
@@ -48,7 +48,7 @@ def plot_result(result: BenchResult, path: Path) -> None:
             if count > 1:
                 axes[0][column].set_title(name, pad=14)
         for row in (0, 1, 3):
-            axes[row][0].set_ylim(bottom=0)  # last, as it freezes the axis limits that the columns of a row share
+            axes[row][0].set_ylim(bottom=0)  # last, because it freezes the axis limits that the columns of a row share
         figure.suptitle(_title(result), fontsize=11)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ ABLATION = (
     "drop:microbatching=token-count:label=+ coordinated exchange",
     "drop:label=+ lookahead",
 )
-# Each policy's own knobs around their defaults, so that no baseline loses for lack of tuning.
+# Each policy's own knobs around their defaults, so that no baseline is at a disadvantage for lack of tuning.
 SWEEP = (
     "recompute",
     *(f"recompute:watermark={x}" for x in ("0", "0.2")),

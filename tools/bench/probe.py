@@ -54,8 +54,8 @@ async def probe(
 
 
 async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, output_tokens: int) -> None:
-    """Run `lanes` sequences of `rounds` requests to touch code and memory. Only `lanes` requests run at a time, so that
-    no overload policy acts.
+    """Run `lanes` sequences of `rounds` requests, so that all code and memory has been used once. Only `lanes` requests
+    run at a time, so that no overload policy acts.
     """
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)

@@ -16,7 +16,7 @@ _LOG_WIDTH = 120
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """A console on standard output or standard error; in a file or a pipe it is so wide that no line is wrapped."""
+    """A console on standard output or standard error. In a file or a pipe it is so wide that no line is wrapped."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(width=_LOG_WIDTH, stderr=stderr)
 
@@ -71,8 +71,8 @@ def describe(progress: ReplayProgress) -> str:
 
 
 class ComparisonDisplay:
-    """Shows the progress of a comparison within a `with` block. `expected_s`: estimated duration of each run, in order;
-    the estimate of the time left is corrected by finished runs.
+    """Shows the progress of a comparison within a `with` block. `expected_s`: estimated duration of each run, in order.
+    Finished runs correct the estimate of the remaining time.
     """
 
     def __init__(self, console: Console, expected_s: Sequence[float]) -> None:
@@ -106,7 +106,7 @@ class ComparisonDisplay:
 
     @property
     def left_s(self) -> float:
-        """Estimated time left in seconds, the rest of the current run included."""
+        """Estimated remaining time in seconds, including the rest of the current run."""
         correction = self._taken_s / self._done_s if self._done_s else 1.0
         running_s = time.monotonic() - self._began_s if self._began_s else 0.0
         return max(0.0, (self._total_s - self._done_s) * correction - running_s)

@@ -90,7 +90,7 @@ class StatusSample:
 
 @dataclass(frozen=True, slots=True)
 class TimedTransition:
-    """A drop or a restore, and when it began."""
+    """A drop or a restore, with its start time."""
 
     at_s: float  # start of the transition
     told: PlannerTransition

@@ -30,7 +30,8 @@ class Target(Protocol):
     ) -> AsyncIterator[Sequence[int]]:
         """Yield new tokens as they arrive, `max_tokens` in all. Raises a BallastError if the request fails.
 
-        With `last_token`, the request asks for the model's maximum instead, and the answer ends at that token.
+        With `last_token`, the request has the model's maximum as its limit instead, and the answer ends at that
+        token.
         """
         ...
 
@@ -45,7 +46,7 @@ class ReplayOptions:
     deadline_s: float = 300.0  # deadline of each request
     record_tokens: bool = False
     request_id_prefix: str = "replay"
-    stop_after_s: float | None = None  # the replay ends after this time and cancels running requests; None: never
+    stop_after_s: float | None = None  # the replay ends after this time and cancels running requests; None: no limit
     # (prompt, answer length) -> last token of the answer, if known; the cluster then does not know the length.
     last_token: Callable[[Sequence[int], int], int] | None = None
 
@@ -135,7 +136,9 @@ class Replay:
         return complete and not self._stopped.is_set()
 
     async def _send_all(self) -> None:
-        """Send each request at its time, then wait for all. Cancelling it cancels the running requests."""
+        """Send each request at its time, then wait for all of them. Cancelling this task cancels the running
+        requests.
+        """
         last_token = self._options.last_token
         async with asyncio.TaskGroup() as requests:
             for index, request in enumerate(self._trace.requests):

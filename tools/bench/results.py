@@ -51,7 +51,7 @@ class SloReference(_StrictModel):
     policy: str
     ttft_s: float | None
     tpot_s: float | None
-    calm: bool = False  # True: medians of only the requests served while memory sufficed, as most others waited for it
+    calm: bool = False  # True: only requests served while memory sufficed count, because most others waited for it
 
 
 class Series(_StrictModel):
@@ -69,7 +69,9 @@ class Series(_StrictModel):
 
 
 class TransitionResult(_StrictModel):
-    """One change of the layout. Fields are null if they were not measured, or it was neither a drop nor a restore."""
+    """One change of the layout. Fields are null if they were not measured, or if the change was neither a drop nor a
+    restore.
+    """
 
     at_s: float
     epoch: int
@@ -200,7 +202,7 @@ class Environment(_StrictModel):
 
 
 class BenchConfig(_StrictModel):
-    """Settings of a run. `cluster`: the cluster's settings, as far as known, and measurements not of requests."""
+    """Settings of a run. `cluster`: the cluster's known settings, and measurements that do not concern requests."""
 
     seed: int
     deadline_s: float
@@ -273,7 +275,9 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
 
 
 def slo_reference(run: ReplayRun, policy: str) -> SloReference:
-    """A run's medians. If most requests waited for memory, which is no standard to aim at, only the others count."""
+    """A run's medians. If most requests waited for memory, their latencies are no standard to aim at, so only the
+    others count.
+    """
     finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     at_s = [sample.at_s for sample in run.samples]
     short = [sample.kv_demand_bytes > sample.kv_capacity_bytes > 0 for sample in run.samples]

@@ -18,7 +18,7 @@ class Shortage(StrEnum):
 
 
 def shortage(result: BenchResult, name: str) -> Shortage | None:
-    """The resource that the requests of policy `name` waited for; None: none that was recorded."""
+    """The resource that the requests of policy `name` waited for; None if no resource was found."""
     policy, cluster = result.policies[name], result.config.cluster
     stranded, prompts = cluster.get(f"{name}.stranded_fraction"), cluster.get("prompt_share")
     if isinstance(stranded, float) and stranded > _MOSTLY:

@@ -1,8 +1,8 @@
 """Sizes a cluster's memory and a trace's rate so that a burst overflows the KV cache on any machine.
 
 Each worker's memory holds the parameters and the KV of a given number of mean requests. The speed of the machine is
-measured by probes (`tools.bench.probe`). From the speed follows a forecast of the trace's KV demand if no request
-waited, and from that the factor on the arrival rate.
+measured by probes (`tools.bench.probe`). The speed gives a forecast of the trace's KV demand without any waiting, and
+the forecast gives the factor on the arrival rate.
 """
 
 import math
@@ -16,7 +16,7 @@ from tools.model.info import CheckpointInfo
 _STEP_S = 0.1  # time step of the forecast
 _BISECTIONS = 24
 _STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # grid of rates to search: 0.8 to 1.6 times the one found
-_HOPELESS = 20.0  # multiple of the intended mean demand at which a forecast is given up
+_HOPELESS = 20.0  # multiple of the intended mean demand at which a forecast is abandoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ def rate_for(trace: Trace, speed: Speed, limit: SizingForecast, seed: int) -> fl
 
 def _highest(trace: Trace, factor: float, speed: Speed, limit: SizingForecast, seed: int) -> float:
     """The factor near `factor` with the highest peak within the limits. Different factors draw different lengths, so
-    that demand is not monotonic, and bisection may have ended where the burst hardly overflows.
+    demand is not monotonic, and bisection may have ended at a factor at which the burst hardly overflows.
     """
     best, highest_tokens = factor, 0.0
     for step in range(-_STEPS_DOWN, _STEPS_UP):

@@ -22,8 +22,8 @@ class Slo:
             raise ConfigError("--slo-share", f"must be above 0 and at most 1, got {self.share:g}")
 
     def met_by(self, request: RequestResult) -> bool:
-        """Whether a request meets the limits. One that still ran at the end of the measurement is judged on its tokens
-        so far.
+        """Whether a request meets the limits. A request that is still running at the end of the measurement is judged
+        on its tokens so far.
         """
         if request.outcome not in (RequestOutcome.FINISHED, RequestOutcome.CANCELLED) or request.first_token_s is None:
             return False

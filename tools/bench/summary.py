@@ -133,13 +133,13 @@ def side_by_side(workload: WorkloadStudy) -> BenchResult:
 def add_plot_parser(commands: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plot",
-        help="tabulate and draw what `bench overload` has measured",
-        description="Reads result files only. Writes table.md, comparison.json with the same figures, and for each"
-        " workload WORKLOAD.png: load, memory and waits over time, one column for each policy.",
+        help="create tables and figures of the results of `bench overload`",
+        description="Reads only result files. Writes table.md, comparison.json with the same values, and for each"
+        " workload WORKLOAD.png: load, memory and waits over time, one column per policy.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="--out of `bench overload`")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write into")
+    parser.add_argument("--results", type=Path, required=True, metavar="DIR", help="output folder of `bench overload`")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -60,7 +60,8 @@ class ClusterTarget:
 
 
 def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:
-    """Sample of the whole cluster from its dispatchers' statuses: workers are taken from the first, backlogs summed.
+    """Sample of the whole cluster from its dispatchers' statuses: workers are taken from the first status, and backlogs
+    are summed.
 
     Demand is the KV of running requests plus the prompts of waiting ones. A group's capacity is that of its smallest
     stage.

@@ -1,7 +1,7 @@
 """Writes the recent activity of a cluster's stages as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
 Every worker is a process with a track of the batches that its stage executed; activations sent and received are async
-slices, as several may overlap. Phases of transitions are instants. Times are in microseconds.
+slices, because several may overlap. Phases of transitions are instants. Times are in microseconds.
 """
 
 import json

@@ -108,7 +108,7 @@ class _Format:
 
 def _date_s(text: str) -> float:
     moment = datetime.fromisoformat(text.strip())
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()  # in UTC no hour is missing or twice
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()  # UTC skips and repeats no hour
 
 
 _CSV_FORMATS = (

@@ -1,4 +1,4 @@
-"""Scales the number of requests of a trace and keeps their pattern over time, as TraceUpscaler (EuroSys '24) does.
+"""Scales the number of requests of a trace and preserves their pattern over time, as TraceUpscaler (EuroSys '24) does.
 
 Arrivals and lengths are scaled separately. The cumulative arrival count is multiplied, and new arrivals are placed
 where it crosses whole numbers, interpolated linearly between the old ones: bursts keep their time, duration and ratio

@@ -98,8 +98,8 @@ def _seconds(word: str, text: str) -> float:
 
 
 def _around_burst(trace: Trace, window_s: float) -> Trace:
-    """The window of `window_s` of a trace whose burst begins after a quarter of the window, or later or earlier if the
-    trace begins or ends too close to the burst.
+    """The window of `window_s` of a trace in which the burst begins after a quarter of the window; earlier or later if
+    the trace begins or ends too close to the burst.
     """
     burst_s = densest_window(trace.requests, window_s * _BURST_SHARE)
     begin_s = max(0.0, min(burst_s - _CALM_BEFORE * window_s, trace.span_s - window_s))

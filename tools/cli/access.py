@@ -33,6 +33,11 @@ def add_access(parser: argparse.ArgumentParser) -> None:
             help=f"{text} ({variable})",
         )
 
-    add("--token", TOKEN, "TOKEN", "shown to the cluster, where it asks for one")
-    add("--ca-file", CA_FILE, "FILE", "CA of the dispatchers' certificates; calls then go over TLS")
-    add("--tls-dir", TLS_DIR, "DIR", "an operator's certificate, for what asks other services than dispatchers")
+    add("--token", TOKEN, "TOKEN", "token for the cluster, if it requires one")
+    add("--ca-file", CA_FILE, "FILE", "CA of the dispatchers' certificates; implies TLS")
+    add(
+        "--tls-dir",
+        TLS_DIR,
+        "DIR",
+        "folder with an operator's certificate, for calls to services other than dispatchers",
+    )

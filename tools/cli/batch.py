@@ -1,5 +1,5 @@
 """`ballast batch`: submits files of requests that need no immediate answer to a gateway whose cluster has the jobs
-service, and fetches the results (docs/batches.md).
+service. It also fetches the results (docs/batches.md).
 """
 
 import argparse
@@ -46,39 +46,43 @@ Json = Mapping[str, Any]  # Any: JSON as received
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "batch",
-        help="files of requests that have time: submit, watch, fetch results",
-        description="Requests of a file are answered beside online ones, which go first. The cluster must keep jobs:"
-        " `ballast up --jobs DIR`.",
+        help="submit batches of requests, show their progress, fetch results",
+        description="Runs the requests of a file with lower priority than online requests. The cluster needs a jobs"
+        " service: `ballast up --jobs DIR`.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    submit = actions.add_parser("submit", help="upload a file of requests and begin; prints the batch's id")
+    submit = actions.add_parser("submit", help="upload a file of requests, start a batch and print its id")
     submit.set_defaults(run=run_submit)
-    submit.add_argument("file", type=Path, metavar="FILE", help="as OpenAI's batches have it, one JSON object a line")
-    submit.add_argument("--window", default="24h", metavar="TIME", help="30m, 24h, 7d: what is open then has expired")
     submit.add_argument(
-        "--wait", action="store_true", help="show progress until it has ended; Ctrl-C leaves it running"
+        "file", type=Path, metavar="FILE", help="input file in OpenAI's batch format, one JSON object per line"
     )
-    submit.add_argument("--out", type=Path, metavar="FILE", help="with --wait: write the results there")
+    submit.add_argument(
+        "--window", default="24h", metavar="TIME", help="completion window: 30m, 24h, 7d; open requests then expire"
+    )
+    submit.add_argument(
+        "--wait", action="store_true", help="show progress until the batch has ended; Ctrl-C does not cancel it"
+    )
+    submit.add_argument("--out", type=Path, metavar="FILE", help="with --wait: file for the results")
 
-    listing = actions.add_parser("list", help="the newest batches")
+    listing = actions.add_parser("list", help="list the newest batches")
     listing.set_defaults(run=run_list)
 
-    status = actions.add_parser("status", help="how far a batch is")
+    status = actions.add_parser("status", help="show the progress of a batch")
     status.set_defaults(run=run_status)
-    status.add_argument("--wait", action="store_true", help="show progress until it has ended")
+    status.add_argument("--wait", action="store_true", help="show progress until the batch has ended")
 
-    results = actions.add_parser("results", help="write the answers, and what failed, one JSON object a line")
+    results = actions.add_parser("results", help="write the results and errors, one JSON object per line")
     results.set_defaults(run=run_results)
-    results.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    results.add_argument("--out", type=Path, metavar="FILE", help="output file (default: standard output)")
 
-    cancel = actions.add_parser("cancel", help="end a batch; what is answered already is kept")
+    cancel = actions.add_parser("cancel", help="cancel a batch; existing results are kept")
     cancel.set_defaults(run=run_cancel)
     for action in (status, results, cancel):
-        action.add_argument("id", metavar="ID", help="of the batch")
+        action.add_argument("id", metavar="ID", help="id of the batch")
     for action in (submit, listing, status, results, cancel):
         url = os.environ.get("OPENAI_BASE_URL", _URL)
-        action.add_argument("--url", default=url, help=f"of a gateway (OPENAI_BASE_URL; default: {_URL})")
+        action.add_argument("--url", default=url, help=f"URL of a gateway (OPENAI_BASE_URL; default: {_URL})")
         add_access(action)
     for action in (submit, listing, status, cancel):
         add_json(action)
@@ -179,7 +183,9 @@ def _wait(gateway: "Gateway", batch_id: str) -> Json:
 
 
 def _show(batch: Json, as_json: bool, *, short: bool = False) -> int:
-    """Print a batch. Returns the exit status: 1 if it has ended otherwise than completed, else 0."""
+    """Print a batch. Returns the exit status: 0 if it has completed or still runs, 1 if it has ended in any other
+    way.
+    """
     if as_json:
         print_json(batch)
     else:

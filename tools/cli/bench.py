@@ -17,6 +17,6 @@ def emulate(folder: Path, gpu: str, model: Path) -> Emulation:
     Raises:
         ConfigError: the GPU or the model is unknown, or the model does not fit.
     """
-    from sim.jobs.machines import catalogue_machine, emulation_of  # imports numpy and more: needed for emulation only
+    from sim.jobs.machines import catalogue_machine, emulation_of  # imports numpy and more, which only emulation needs
 
     return emulation_of(folder, catalogue_machine(gpu, str(model)))

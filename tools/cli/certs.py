@@ -17,30 +17,32 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "certs",
-        help="make certificates for the services of a cluster",
-        description="Makes a CA, a folder with a certificate for each role (monitor, planner, dispatcher, worker,"
-        " gateway, operator) to give to a service as --tls-dir, and the secret for --cluster-secret-file. What is"
-        " there is left as it is.",
+        help="create certificates for the services of a cluster",
+        description="Creates a CA, a folder with a certificate for each role (monitor, planner, dispatcher, worker,"
+        " gateway, operator) for --tls-dir of the services, and the secret for --cluster-secret-file."
+        " Existing files are not changed.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for all of it")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder")
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="NAME",
-        help="by which clients reach dispatchers and gateways, beside this machine's; may be given several times",
+        help="additional host name or address of dispatchers and gateways, besides this machine's; may be repeated",
     )
     parser.add_argument(
         "--worker",
         action="append",
         default=[],
         metavar="ID",
-        help="a certificate for this worker alone; may be given several times",
+        help="create a certificate for this worker id only; may be repeated",
     )
-    parser.add_argument("--days", type=int, default=365, metavar="N", help="the certificates are valid (default: 365)")
-    parser.add_argument("--renew", action="store_true", help="make all certificates anew, by the same CA")
-    parser.add_argument("--json", action="store_true", help="the folders as one JSON object")
+    parser.add_argument(
+        "--days", type=int, default=365, metavar="N", help="validity of the certificates (default: 365)"
+    )
+    parser.add_argument("--renew", action="store_true", help="renew all certificates, with the same CA")
+    parser.add_argument("--json", action="store_true", help="print the folders as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

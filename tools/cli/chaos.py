@@ -23,31 +23,41 @@ from tools.local.secrets import REDIS_USERS
 from tools.model.tiny import make_tiny
 
 _FRONT = "127.0.0.2"
-_STEP_TIMEOUT = ["--step-timeout-s", "3"]  # so short because steps of this load take milliseconds
+_STEP_TIMEOUT = ["--step-timeout-s", "3"]  # this short because steps of this load take milliseconds
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "chaos",
-        help="break a cluster on this machine on purpose, under load, and check that nothing is lost",
-        description="Starts a cluster of its own, kills and stops its processes and the state server, several at a"
-        " time, while pipelines form and dissolve, and compares every token of every answer. Exit status 1: something"
-        " was lost, was wrong, or did not recover.",
+        help="inject faults into a cluster on this machine under load, and check that nothing is lost",
+        description="Starts its own cluster, kills and stops its processes and the state server, several at a time,"
+        " while pipelines form and dissolve, and compares every token of every answer. Exit status 1: a"
+        " request was lost, a token was wrong, or the cluster did not recover.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--for", dest="seconds", metavar="TIME", type=_seconds, default=60.0, help="60s, 10m, 1h")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another order of other faults")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint; default: a tiny random one")
-    parser.add_argument("--profile", metavar="GPU", help="emulated workers, as `ballast up --engine emulated` has them")
-    parser.add_argument("--emulate", default="Qwen2.5-14B", metavar="MODEL", help="of the catalogue, by --profile")
-    parser.add_argument("--device-memory-bytes", metavar="BYTES", help="of each worker; 16MiB, 8GiB ...")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for the sequence of faults")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint (default: a tiny one with random weights)"
+    )
+    parser.add_argument("--profile", metavar="GPU", help="emulated workers, as in `ballast up --engine emulated`")
+    parser.add_argument(
+        "--emulate", default="Qwen2.5-14B", metavar="MODEL", help="model of the catalogue, with --profile"
+    )
+    parser.add_argument("--device-memory-bytes", metavar="BYTES", help="memory budget of each worker: 16MiB, 8GiB ...")
     for service, count in (("workers", 3), ("dispatchers", 2), ("monitors", 2), ("planners", 2)):
         parser.add_argument(f"--{service}", type=int, default=count, metavar="N", help=f"default: {count}")
     parser.add_argument("--fault-every-s", type=float, default=5.0, metavar="S", help="on average")
-    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="faults that last at a time, at most")
-    parser.add_argument("--faults", nargs="+", default=[], metavar="NAME", help="only these; see the lines printed")
-    parser.add_argument("--secure", action="store_true", help="a cluster with TLS, certificates and tokens")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
+    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="maximum number of simultaneous faults")
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="only these faults; see the printed lines for their names",
+    )
+    parser.add_argument("--secure", action="store_true", help="use TLS, certificates and tokens")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="folder for the services' logs")
 
 
 def _seconds(text: str) -> float:
@@ -141,7 +151,7 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
         if not known:
             raise ConfigError("--faults", "none of these is known")
         report = await chaos.run()
-        cluster.keep_logs = bool(report.why_not())  # by default logs are kept after any kill; here, after failures
+        cluster.keep_logs = bool(report.why_not())  # by default any kill preserves logs; here, failures do
         if cluster.keep_logs:
             say(f"the logs are kept in {cluster.log_dir}")
         for processes in cluster.processes.values():
@@ -151,8 +161,8 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
 
 
 async def _fronts(opened: contextlib.AsyncExitStack, ports: Sequence[int]) -> dict[str, Proxy]:
-    """Start proxies in front of the workers, at the same ports of another loopback address. Returns worker -> proxy;
-    empty if this machine does not have that address.
+    """Start proxies for the workers, at the same ports of another loopback address. Returns worker -> proxy, or nothing
+    if this machine does not have that address.
     """
     fronts = {f"worker-{i}": Proxy(f"127.0.0.1:{port}", listen=f"{_FRONT}:{port}") for i, port in enumerate(ports)}
     async with contextlib.AsyncExitStack() as opening:

@@ -13,13 +13,13 @@ from tools.cli.arguments import Commands, add_address, add_sampling, sampling_of
 if TYPE_CHECKING:
     from ballast.common.sampling import SamplingParams
 
-_HELP = "/reset forgets the conversation, /system TEXT sets the instruction, /exit (or Ctrl-D) ends"
+_HELP = "/reset clears the conversation, /system TEXT sets the system prompt, /exit (or Ctrl-D) ends"
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("chat", help="talk with the model", description=_HELP)
+    parser = commands.add_parser("chat", help="chat with the model", description=_HELP)
     parser.set_defaults(run=run)
-    parser.add_argument("--system", metavar="TEXT", help="instruction at the beginning of the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_address(parser)
     add_sampling(parser)
 

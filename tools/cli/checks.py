@@ -1,6 +1,7 @@
 """The checks of `ballast doctor`. Each check returns one finding and changes nothing.
 
-This process does not import torch: its version comes from package metadata, the state of the GPU from a subprocess.
+This process does not import torch: torch's version comes from package metadata, and the state of the GPU from a
+subprocess.
 """
 
 import importlib.metadata
@@ -75,7 +76,7 @@ def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def packages() -> Finding:
-    """Whether the packages that clients need (and those of the services, if they are installed) are there in supported
+    """Whether the packages that clients need, and those of the services if they are installed, have supported
     versions.
     """
     lacking: list[str] = []

@@ -22,17 +22,23 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("doctor", help="check this machine and say what to do")
+    parser = commands.add_parser("doctor", help="check whether this machine can run a cluster, and suggest remedies")
     parser.set_defaults(run=run)
-    parser.add_argument("--model", metavar="MODEL", help="also check whether it fits: a folder, or org/name")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="that are to run here (2)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of each (1)")
-    parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher (50051)")
-    parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="that are to run here (1)")
+    parser.add_argument("--model", metavar="MODEL", help="also check whether this model fits: a folder, or org/name")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers on this machine (2)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of each worker (1)")
+    parser.add_argument("--port", type=int, default=50051, help="port of the first dispatcher (50051)")
     parser.add_argument(
-        "--device-memory-bytes", type=size, default=1 << 30, metavar="SIZE", help="of each rank of each worker (1GiB)"
+        "--dispatchers", type=int, default=1, metavar="N", help="number of dispatchers on this machine (1)"
     )
-    parser.add_argument("--tls-dir", type=Path, metavar="DIR", help="also check how long its certificate is valid")
+    parser.add_argument(
+        "--device-memory-bytes",
+        type=size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="memory budget of each rank of each worker (1GiB)",
+    )
+    parser.add_argument("--tls-dir", type=Path, metavar="DIR", help="also check the validity of this certificate")
     add_json(parser)
 
 

@@ -1,4 +1,4 @@
-"""`ballast drain`: takes a worker or a dispatcher out of routing; a worker's running requests migrate or finish.
+"""`ballast drain`: takes a worker or a dispatcher out of routing. A worker's running requests migrate or finish.
 `ballast undrain` lets a dispatcher accept requests again; a drained worker stays drained until its process ends.
 """
 
@@ -15,13 +15,15 @@ from tools.cli.output import print_json
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "drain",
-        help="take a worker or a dispatcher out of service; what runs there finishes, or moves to other workers",
-        description="It takes no new requests from now on, and may be stopped once nothing runs there any more. Running"
-        " requests of a worker go on elsewhere as far as there is room. A restart takes it back into service, and"
-        " `ballast undrain` a dispatcher.",
+        help="take a worker or a dispatcher out of service; its running requests finish, or move to other workers",
+        description="A drained worker or dispatcher accepts no new requests, and can be stopped when no request"
+        " runs on it any more. Running requests of a worker move to others as far as there is room. A"
+        " restart ends the draining; `ballast undrain` does so for a dispatcher.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("name", metavar="WORKER", help="as `ballast status` names it; or a dispatcher's HOST:PORT")
+    parser.add_argument(
+        "name", metavar="WORKER", help="id of a worker in `ballast status`, or a dispatcher's HOST:PORT"
+    )
     add_address(parser)
     add_json(parser)
     _add_undrain(commands)
@@ -30,11 +32,11 @@ def add_parser(commands: Commands) -> None:
 def _add_undrain(commands: Commands) -> None:
     parser = commands.add_parser(
         "undrain",
-        help="take a drained dispatcher back into service",
-        description="It takes requests again from now on. A worker is taken back by starting its process again.",
+        help="put a drained dispatcher back into service",
+        description="The dispatcher accepts requests again. To put a worker back into service, restart its process.",
     )
     parser.set_defaults(run=run_undrain)
-    parser.add_argument("name", metavar="HOST:PORT", help="the dispatcher")
+    parser.add_argument("name", metavar="HOST:PORT", help="address of the dispatcher")
     add_address(parser)
     add_json(parser)
 

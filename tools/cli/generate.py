@@ -11,14 +11,16 @@ from tools.cli.arguments import Commands, add_address, add_sampling, sampling_of
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("generate", help="generate an answer to one prompt")
+    parser = commands.add_parser("generate", help="complete one prompt")
     parser.set_defaults(run=run)
-    parser.add_argument("prompt", nargs="?", help="the prompt; - or nothing: read it from standard input")
-    parser.add_argument("--token-ids", metavar="IDS", help="the prompt as token ids with commas between")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn of a conversation")
-    parser.add_argument("--request-id", metavar="ID", help="names it in logs, and for cancelling")
-    parser.add_argument("--json", action="store_true", help="the whole result as one JSON object, at the end")
-    parser.add_argument("--usage", action="store_true", help="counts and times on standard error, at the end")
+    parser.add_argument("prompt", nargs="?", help="prompt; if absent or -, read from standard input")
+    parser.add_argument("--token-ids", metavar="IDS", help="prompt as comma-separated token ids")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template: the prompt is a user message")
+    parser.add_argument("--request-id", metavar="ID", help="id of the request, for logs and cancelling")
+    parser.add_argument("--json", action="store_true", help="print the whole result as one JSON object, at the end")
+    parser.add_argument(
+        "--usage", action="store_true", help="print token counts and times on standard error, at the end"
+    )
     add_address(parser)
     add_sampling(parser)
 

@@ -1,5 +1,5 @@
-"""Table of groups with their members, layers and load: one row for an instance that serves alone, and a further row
-per member for larger groups.
+"""Table of groups with their members, layers and load. An instance that serves alone has one row; larger groups have an
+additional row per member.
 """
 
 from collections.abc import Mapping

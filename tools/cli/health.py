@@ -14,7 +14,8 @@ from tools.cli.access import add_access
 from tools.cli.arguments import Commands, add_json
 from tools.cli.output import print_json
 
-# Kind of service -> gRPC service whose health is checked; "": the whole process, as a healthy standby is not ready.
+# Kind of service -> gRPC service whose health is checked; "": the whole process, because a healthy standby is not
+# ready.
 _PROOFS = {
     "dispatcher": "ballastpb.inference.v1.InferenceService",
     "worker": "ballastpb.worker.v1.WorkerService",
@@ -24,17 +25,17 @@ _PROOFS = {
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("health", help="ask one service whether it can do its job")
+    parser = commands.add_parser("health", help="check whether a service is ready")
     parser.set_defaults(run=run)
     _add_arguments(parser)
     add_json(parser)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("service", choices=list(_PROOFS), help="what kind it is")
-    parser.add_argument("address", metavar="HOST:PORT", help="where it listens")
+    parser.add_argument("service", choices=list(_PROOFS), help="kind of the service")
+    parser.add_argument("address", metavar="HOST:PORT", help="address of the service")
     add_access(parser)
-    parser.add_argument("--timeout-s", type=float, default=3.0, metavar="S", help="for its answer (3)")
+    parser.add_argument("--timeout-s", type=float, default=3.0, metavar="S", help="timeout for its answer (3)")
 
 
 def run(args: argparse.Namespace) -> int:

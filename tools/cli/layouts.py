@@ -30,37 +30,46 @@ _POLL_S = 0.1
 def add_parser(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
-        help="what would be dropped now, and why; changes nothing",
-        description="What `ballast drop` with the same arguments would do. Changes nothing.",
+        help="show what the planner would drop now, and why; changes nothing",
+        description="Shows what `ballast drop` would do with the same arguments. Changes nothing.",
     )
     plan.set_defaults(run=run_plan)
-    plan.add_argument("--explain", action="store_true", help="groups, layers and KV too, not only the outcome")
-    plan.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand lacks)")
+    plan.add_argument("--explain", action="store_true", help="also show groups, layers and KV")
+    plan.add_argument(
+        "--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand exceeds capacity by)"
+    )
     drop = commands.add_parser(
         "drop",
-        help="drop replicated layers now, so that their memory becomes KV",
-        description="Merges groups into pipelines. Requests go on; the ones that run are moved with their KV. Without"
-        " --bytes and --workers it frees what demand lacks, and refuses if nothing lacks. The planner brings the layers"
-        " back when demand has fallen, but not before --hold is over.",
+        help="drop replicated layers now to use their memory for KV",
+        description="Merges groups into pipelines. Running requests continue and are moved with their KV. Without"
+        " --bytes and --workers it frees as much memory as demand exceeds capacity by, and is refused if"
+        " no memory is missing. The planner restores the layers when demand has fallen, but not before"
+        " --hold has passed.",
     )
     drop.set_defaults(run=run_drop)
     what = drop.add_mutually_exclusive_group()
-    what.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand lacks)")
-    what.add_argument("--workers", metavar="A,B", help="merge exactly these, in this order")
-    drop.add_argument("--hold", type=seconds, default=0.0, metavar="TIME", help="keep them away for 10m, 2h ...")
+    what.add_argument(
+        "--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand exceeds capacity by)"
+    )
+    what.add_argument("--workers", metavar="A,B", help="merge exactly these workers, in this order")
+    drop.add_argument(
+        "--hold", type=seconds, default=0.0, metavar="TIME", help="minimum time before a restore: 10m, 2h ..."
+    )
     restore = commands.add_parser(
-        "restore", help="bring all dropped layers back now", description="Dissolves all pipelines, whatever the load."
+        "restore", help="restore all dropped layers now", description="Dissolves all pipelines, regardless of the load."
     )
     restore.set_defaults(run=run_restore)
-    listing = commands.add_parser("transitions", help="drops and restores: the one under way and the last ones")
+    listing = commands.add_parser("transitions", help="list the current and recent drops and restores")
     listing.set_defaults(run=run_transitions)
-    listing.add_argument("-v", "--verbose", action="store_true", help="groups, layers and bytes of each, too")
+    listing.add_argument("-v", "--verbose", action="store_true", help="also show groups, layers and bytes of each")
     for parser in (plan, drop, restore, listing):
         add_address(parser)
-        parser.add_argument("--planner", metavar="HOST:PORT", help="ask this planner itself, past the dispatchers")
+        parser.add_argument(
+            "--planner", metavar="HOST:PORT", help="address of a planner to call directly, not through dispatchers"
+        )
         add_json(parser)
     for parser in (drop, restore):
-        parser.add_argument("--no-wait", action="store_true", help="return once the plan is journaled")
+        parser.add_argument("--no-wait", action="store_true", help="return as soon as the plan is in the journal")
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -78,7 +87,7 @@ def run_plan(args: argparse.Namespace) -> int:
 def _explained(answer: pb.ExplainPlanResponse) -> Iterator[str]:
     yield from answer.lines
     if answer.predictions:
-        yield "what came of the last decisions:"
+        yield "outcomes of the last decisions:"
     for one in answer.predictions:
         yield f"   {human_duration(one.age_s)} ago, {one.summary}"
 
@@ -123,7 +132,7 @@ def run_transitions(args: argparse.Namespace) -> int:
 
 
 def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> RenderableType:
-    # Reasons have a table of their own: they may be sentences, which would leave no room for the figures.
+    # Reasons have a separate table: they may be sentences, which would leave no room for the figures.
     table, reasons = (Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold") for _ in range(2))
     for heading in ("epoch", "what", "phase"):
         table.add_column(heading, no_wrap=True)
@@ -148,7 +157,7 @@ def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> 
         reasons.add_row(str(one.epoch), Text(one.reason))
     parts: list[RenderableType] = [table, "", reasons]
     if answer.held_s:
-        parts.append(Text(f"held: nothing comes back by itself for {human_duration(answer.held_s)}", style="yellow"))
+        parts.append(Text(f"held: no automatic restore for {human_duration(answer.held_s)}", style="yellow"))
     if verbose:
         for one in answer.transitions:
             parts.append(Text(f"\n{one.epoch}  {one.summary}"))

@@ -1,7 +1,7 @@
 """The `ballast` command. Exit statuses: 0 success, 1 failure, 2 usage error, 130 interrupted; never a traceback.
 
-Only the module of the requested command is imported (none for `--help` and `--version`), as importing all takes a
-second.
+Only the module of the requested command is imported (none for `--help` and `--version`), because importing all of them
+takes a second.
 """
 
 import errno
@@ -25,33 +25,33 @@ _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
 # Command -> (its module, its one-line description).
 _COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("tools.cli.up", "run a cluster on this machine"),
-    "serve": ("tools.cli.up", "the same, with the model as its argument"),
-    "generate": ("tools.cli.generate", "generate an answer to one prompt"),
-    "chat": ("tools.cli.chat", "hold a conversation with the model"),
-    "batch": ("tools.cli.batch", "files of requests that have time: submit, watch, fetch results"),
-    "status": ("tools.cli.status", "layout, load and memory of the cluster"),
-    "top": ("tools.cli.top", "the same page, live"),
-    "why": ("tools.cli.why", "the story of one request: where it waited, ran, moved and ended"),
-    "plan": ("tools.cli.layouts", "what would be dropped now, and why; changes nothing"),
-    "drop": ("tools.cli.layouts", "drop replicated layers now, so that their memory becomes KV"),
-    "restore": ("tools.cli.layouts", "bring all dropped layers back now"),
-    "transitions": ("tools.cli.layouts", "drops and restores: the one under way and the last ones"),
-    "drain": ("tools.cli.drain", "take a worker or a dispatcher out of service, without losing a request"),
-    "undrain": ("tools.cli.drain", "take a drained dispatcher back into service"),
-    "park": ("tools.cli.park", "empty a worker and give its device memory back, until it is woken"),
-    "scale": ("tools.cli.scale", "start and end workers by a command of yours, as a planner wants"),
-    "wake": ("tools.cli.park", "take a parked worker back into service"),
-    "chaos": ("tools.cli.chaos", "break a cluster on purpose, under load, and count what is lost"),
-    "size": ("tools.cli.size", "how few GPUs your traffic can be served with"),
-    "record": ("tools.cli.record", "record when requests come and how long they are, for size and sim"),
+    "serve": ("tools.cli.up", "the same as up, with the model as an argument"),
+    "generate": ("tools.cli.generate", "complete one prompt"),
+    "chat": ("tools.cli.chat", "chat with the model"),
+    "batch": ("tools.cli.batch", "submit batches of requests, show their progress, fetch results"),
+    "status": ("tools.cli.status", "show layout, load and memory of the cluster"),
+    "top": ("tools.cli.top", "show the status live"),
+    "why": ("tools.cli.why", "show the history of one request: where it waited, ran, moved and ended"),
+    "plan": ("tools.cli.layouts", "show what the planner would drop now, and why; changes nothing"),
+    "drop": ("tools.cli.layouts", "drop replicated layers now to use their memory for KV"),
+    "restore": ("tools.cli.layouts", "restore all dropped layers now"),
+    "transitions": ("tools.cli.layouts", "list the current and recent drops and restores"),
+    "drain": ("tools.cli.drain", "take a worker or a dispatcher out of service without losing requests"),
+    "undrain": ("tools.cli.drain", "put a drained dispatcher back into service"),
+    "park": ("tools.cli.park", "empty a worker and release its device memory until it is woken"),
+    "scale": ("tools.cli.scale", "start and stop workers with your own command, as the planner wants"),
+    "wake": ("tools.cli.park", "put a parked worker back into service"),
+    "chaos": ("tools.cli.chaos", "inject faults into a cluster under load, and count lost requests"),
+    "size": ("tools.cli.size", "find the smallest number of GPUs for your traffic"),
+    "record": ("tools.cli.record", "record arrivals and lengths of requests as a trace, for size and sim"),
     "sim": ("tools.cli.sim", "simulate a cluster of GPUs on a trace"),
-    "bench": ("tools.cli.bench", "put a cluster under load and measure it"),
-    "profile": ("tools.cli.profile", "measure how long batches of a model take on this machine"),
-    "model": ("tools.cli.model", "list the models there are, look into one, or make a small random one"),
-    "doctor": ("tools.cli.doctor", "check this machine and say what to do"),
-    "health": ("tools.cli.health", "ask one service whether it can do its job"),
-    "certs": ("tools.cli.certs", "make certificates for the services of a cluster"),
-    "tokens": ("tools.cli.tokens", "make, list and withdraw the tokens of clients"),
+    "bench": ("tools.cli.bench", "measure a cluster under load"),
+    "profile": ("tools.cli.profile", "measure batch times of a model on this machine"),
+    "model": ("tools.cli.model", "list, inspect or download models, or create a small one with random weights"),
+    "doctor": ("tools.cli.doctor", "check whether this machine can run a cluster, and suggest remedies"),
+    "health": ("tools.cli.health", "check whether a service is ready"),
+    "certs": ("tools.cli.certs", "create certificates for the services of a cluster"),
+    "tokens": ("tools.cli.tokens", "create, list and revoke the tokens of clients"),
     "completion": ("tools.cli.completion", "print the completion script of a shell"),
 }
 # Package -> the extra that installs it, for the message when it is missing.
@@ -75,7 +75,9 @@ class _CommandModule(Protocol):
 
 
 def build_parser(command: str = "") -> Parser:
-    """The parser with the flags of `command`, and of other commands only the names; "*": with the flags of all."""
+    """The parser with the flags of `command` and only the names of other commands; "*": with the flags of all
+    commands.
+    """
     parser = Parser(
         prog="ballast",
         description="LLM serving that does not queue when the KV cache overflows.",
@@ -114,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has closed it. Without this, the flush at exit would fail, too, and print an error.
+        # The reader has closed the pipe. Without this, the flush at exit would also fail and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except ModuleNotFoundError as error:

@@ -37,23 +37,25 @@ _WHICH = "folder of a Hugging Face checkpoint, or org/name[@revision]"
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
-        "model", help="list the models there are, look into one, fetch one, or make a small random one"
+        "model", help="list, inspect or download models, or create a small one with random weights"
     )
     inner = parser.add_subparsers(dest="model_command", required=True, metavar="WHAT")
-    listing = inner.add_parser("list", help="models of the hub that are in this machine's cache")
+    listing = inner.add_parser("list", help="list Hugging Face models in this machine's cache")
     listing.set_defaults(run=run_list)
     fetching = inner.add_parser(
-        "fetch", help="download a model of the hub into the cache; makes tokenizer.json where that is missing"
+        "fetch", help="download a model from Hugging Face into the cache; creates a missing tokenizer.json"
     )
     fetching.set_defaults(run=run_fetch)
     fetching.add_argument("model", help=_WHICH)
-    info = inner.add_parser("info", help="what computes a checkpoint, its parameters, its KV, and what a drop gains")
+    info = inner.add_parser(
+        "info", help="show a checkpoint's implementation, parameters and KV, and the gain of a drop"
+    )
     info.set_defaults(run=run_info)
     info.add_argument("model", help=_WHICH)
     tiny = inner.add_parser("make-tiny", help="write a small random checkpoint with a real tokenizer")
     tiny.set_defaults(run=run_make_tiny)
     tiny.add_argument("--arch", choices=list(ARCHITECTURES), default="llama", help="family (llama)")
-    tiny.add_argument("--out", type=Path, required=True, metavar="DIR", help="to write; must be empty or not there")
+    tiny.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder; must be empty or absent")
     tiny.add_argument("--preset", choices=list(PRESETS), default="tiny", help="sizes to start from (tiny)")
     for name, text in _SIZES.items():
         tiny.add_argument(f"--{name}", type=int, metavar="N", help=text)
@@ -61,19 +63,27 @@ def add_parser(commands: Commands) -> None:
     tiny.add_argument("--dtype", choices=list(DTYPES), default="float32", help="number format (float32)")
     tiny.add_argument("--shards", type=int, default=1, metavar="N", help="number of weight files (1)")
     tiny.add_argument("--seed", type=int, default=0, help="the same arguments give the same bytes (0)")
-    emulated = inner.add_parser("emulate", help="write what an emulated worker takes its time by: a GPU and a model")
+    emulated = inner.add_parser("emulate", help="write the durations for an emulated worker, for a GPU and a model")
     emulated.set_defaults(run=run_emulate)
-    emulated.add_argument("--gpu", required=True, help="one of the catalogue, such as A100-40G; or FILE.yaml")
-    emulated.add_argument("--model", required=True, help="one of the catalogue, such as Qwen2.5-14B")
+    emulated.add_argument("--gpu", required=True, help="GPU of the catalogue, such as A100-40G; or FILE.yaml")
+    emulated.add_argument("--model", required=True, help="model of the catalogue, such as Qwen2.5-14B")
     emulated.add_argument("--tokenizer", required=True, metavar="MODEL", help=f"that dispatchers use: {_WHICH}")
-    emulated.add_argument("--out", type=Path, required=True, metavar="FILE", help="for a worker's --profile")
+    emulated.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="output file, for a worker's --profile"
+    )
     context = inner.add_parser(
-        "context", help="the longest context of 1, 2, 3, 4 and 8 instances together, by the catalogue's figures"
+        "context", help="show the longest context of 1, 2, 3, 4 and 8 instances together, computed from the catalogue"
     )
     context.set_defaults(run=run_context)
-    context.add_argument("--model", help="one of the catalogue (default: some pairs of models and GPUs)")
-    context.add_argument("--gpu", help="one of the catalogue, such as L4; or FILE.yaml")
-    context.add_argument("--gpus-per-instance", type=int, default=0, metavar="N", help="default: as the catalogue says")
+    context.add_argument("--model", help="model of the catalogue (default: some pairs of models and GPUs)")
+    context.add_argument("--gpu", help="GPU of the catalogue, such as L4; or FILE.yaml")
+    context.add_argument(
+        "--gpus-per-instance",
+        type=int,
+        default=0,
+        metavar="N",
+        help="GPUs of one instance (default: from the catalogue)",
+    )
     for one in (listing, fetching, info, tiny, emulated, context):
         add_json(one)
 

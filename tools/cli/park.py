@@ -24,24 +24,26 @@ _POLL_S = 0.2
 def add_parser(commands: Commands) -> None:
     park = commands.add_parser(
         "park",
-        help="empty a worker and give its device memory back, until it is woken",
-        description="It takes no new requests, gives those that run there to others, keeps its parameters in host"
-        " memory and gives its device memory back. Its process lives on: `ballast wake` takes it back into service"
-        " within seconds, and at once as long as it is not empty yet.",
+        help="empty a worker and release its device memory until it is woken",
+        description="The worker accepts no new requests, migrates running ones to others, copies its parameters to"
+        " host memory and releases its device memory. Its process keeps running: `ballast wake` puts it"
+        " back into service within seconds, or at once if it is not empty yet.",
     )
     park.set_defaults(run=run_park)
     wake = commands.add_parser(
         "wake",
-        help="take a parked worker back into service",
-        description="Its parameters come back from host memory, and it takes requests again. One that is just being"
-        " emptied takes them at once.",
+        help="put a parked worker back into service",
+        description="The worker loads its parameters from host memory and accepts requests again. A worker that is"
+        " still being emptied does so at once.",
     )
     wake.set_defaults(run=run_wake)
     for parser in (park, wake):
-        parser.add_argument("worker", metavar="WORKER", help="as `ballast status` names it")
+        parser.add_argument("worker", metavar="WORKER", help="id of the worker in `ballast status`")
         add_address(parser)
-        parser.add_argument("--planner", metavar="HOST:PORT", help="ask this planner itself, past the dispatchers")
-        parser.add_argument("--wait", action="store_true", help="return once it is parked, or serves")
+        parser.add_argument(
+            "--planner", metavar="HOST:PORT", help="address of a planner to call directly, not through dispatchers"
+        )
+        parser.add_argument("--wait", action="store_true", help="return when the worker is parked, or serves")
         add_json(parser)
 
 
@@ -64,11 +66,11 @@ def run_wake(args: argparse.Namespace) -> int:
 
 
 async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace, wanted: Standing) -> Standing:
-    """The worker's standing in the layout; PARKED if it is no longer in it, as parking may end its process. With
-    `--wait`, poll until it is `wanted`.
+    """The worker's standing in the layout; PARKED if it is no longer in the layout, because parking may end its
+    process. With `--wait`, poll until the standing is `wanted`.
 
     Raises:
-        Unavailable: it is to serve, but its process has ended.
+        Unavailable: it should serve, but its process has ended.
     """
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)

@@ -1,6 +1,6 @@
 """`ballast profile`: measures batch durations of a model on this machine and writes the cost model to a file.
 
-A subprocess measures, as that needs torch; this process shows its progress.
+A subprocess measures, because measuring needs torch; this process shows its progress.
 """
 
 import argparse
@@ -31,24 +31,37 @@ _FORMS = {
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("profile", help="measure what batches cost, for workers in pipelines")
+    parser = commands.add_parser("profile", help="measure batch times, for workers in pipelines")
     parser.set_defaults(run=run)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint folder")
-    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="for a worker's --cost-profile")
-    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="as the worker's")
-    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="as the worker's")
-    parser.add_argument("--kernels", default="auto", choices=("auto", "native", "torch"), help="as the worker's")
     parser.add_argument(
-        "--layers", type=int, nargs="+", default=[], metavar="N", help="stages measured too (default: half the model)"
+        "--out", type=output_file, required=True, metavar="FILE", help="output file, for a worker's --cost-profile"
+    )
+    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="same as for the worker")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="same as for the worker")
+    parser.add_argument("--kernels", default="auto", choices=("auto", "native", "torch"), help="same as for the worker")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="numbers of layers of further measured stages (default: half the model)",
     )
     parser.add_argument("--max-num-batched-tokens", type=int, default=512, metavar="TOKENS", help="of one batch")
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="of one batch")
     parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="times that each batch is measured; the shortest counts (3)"
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of measurements of each batch; the shortest counts (3)",
     )
     add_json(parser)
-    parser.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all is measured)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="maximum duration (default: until everything is measured)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

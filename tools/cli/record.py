@@ -1,5 +1,5 @@
-"""`ballast record`: records a running cluster's requests as a trace (arrivals and lengths, no prompts or names) for
-`ballast size` and `ballast sim`.
+"""`ballast record`: records a running cluster's requests as a trace for `ballast size` and `ballast sim`. The trace has
+arrivals and lengths, but no prompts or names.
 """
 
 import argparse
@@ -24,14 +24,14 @@ _TELL_S = 30.0
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "record",
-        help="record when requests come and how long they are",
-        description="Writes arrival_s,input_tokens,output_tokens,class of the requests that come from now on, in the"
-        f" order of arrival: a trace for `ballast size` and `ballast sim`. Ends when these have ended, at most"
-        f" {_LINGER_S:.0f} s after the time is over, or with Ctrl-C, which keeps what there is.",
+        help="record arrivals and lengths of requests as a trace",
+        description="Records arrival_s,input_tokens,output_tokens,class of the requests that arrive from now on, in the"
+        " order of arrival, as a trace for `ballast size` and `ballast sim`. Ends when these requests have ended, at"
+        f" most {_LINGER_S:.0f} s after the recording time, or with Ctrl-C, which writes the requests recorded so far.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--for", dest="for_s", type=seconds, default=3600.0, metavar="TIME", help="10m, 1h (1h)")
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="instead of standard output")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="output file (default: standard output)")
     add_address(parser)
 
 

@@ -65,7 +65,7 @@ def _dispatcher_line(status: DispatcherFacts) -> tuple[str, Text]:
 def _model_line(status: ClusterStatus) -> tuple[str, Text]:
     model = status.model
     if model is None:
-        return _line("model", "unknown until the first worker is there")
+        return _line("model", "unknown until the first worker joins")
     kind = f" in {model.kv_cache_dtype}" if model.kv_cache_dtype else ""
     return _line(
         "model",
@@ -109,7 +109,7 @@ def _offline_line(status: ClusterStatus, tokens_per_s: Mapping[str, float] | Non
         sum(load.offline_yields_total for load in loads),
         sum(load.offline_lost_tokens_total for load in loads),
     )
-    gave_way = [f"{yields:,} times given way, {lost / max(1, done):.1%} computed twice"] if yields else []
+    gave_way = [f"{yields:,} preemptions, {lost / max(1, done):.1%} recomputed"] if yields else []
     return _line("offline", f"{running:,} running", f"{waiting:,} waiting", f"{done:,} tokens{rate}", *gave_way)
 
 

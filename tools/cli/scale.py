@@ -16,17 +16,25 @@ _PLACE = "{wanted}"
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "scale",
-        help="start and end workers by a command of yours, as a planner wants",
-        description="Listens for the webhook of planners (--scale-webhook), and runs the command with the number in the"
+        help="start and stop workers with your own command, as the planner wants",
+        description="Receives the webhook of planners (--scale-webhook) and runs the command, with the wanted number in"
         f" place of {_PLACE}: `ballast scale --secret-file FILE -- docker compose up -d --no-recreate --scale"
-        f" worker={_PLACE}`. One at a time; of what is told meanwhile, the newest comes next.",
+        f" worker={_PLACE}`. Runs one command at a time, then the latest number received meanwhile.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--listen", default="127.0.0.1:9100", metavar="HOST:PORT", help="(default: 127.0.0.1:9100)")
-    parser.add_argument("--secret-file", type=Path, required=True, metavar="FILE", help="that the planners have, too")
-    parser.add_argument("--least", type=int, default=1, metavar="N", help="never fewer (default: 1)")
-    parser.add_argument("--most", type=int, default=256, metavar="N", help="never more (default: 256)")
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help=f"after --; with {_PLACE}")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:9100", metavar="HOST:PORT", help="address to listen on (default: 127.0.0.1:9100)"
+    )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file with the webhook's secret, the same as for planners",
+    )
+    parser.add_argument("--least", type=int, default=1, metavar="N", help="minimum number of workers (default: 1)")
+    parser.add_argument("--most", type=int, default=256, metavar="N", help="maximum number of workers (default: 256)")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help=f"command after --, with {_PLACE}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -55,54 +55,90 @@ def add_parser(subparsers: Commands) -> None:
     parser = subparsers.add_parser(
         "sim",
         help="simulate a cluster of GPUs on a trace",
-        description="Runs the deciding code of all services in virtual time against a model of GPUs and links. Reads"
-        " arrival_s,input_tokens,output_tokens as well as the published files of BurstGPT, Azure and Mooncake.",
+        description="Runs the decision code of all services in virtual time against a model of GPUs and links."
+        " Traces are CSV files with arrival_s,input_tokens,output_tokens, or the published files of"
+        " BurstGPT, Azure and Mooncake.",
         epilog=f"Models: {', '.join(models())}. GPUs: {', '.join(gpus())}.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--trace", metavar="FILE", help="who arrives when, with how many tokens")
-    parser.add_argument("--model", metavar="NAME", help="of the list below; or a folder or org/name with a config.json")
+    parser.add_argument("--trace", metavar="FILE", help="trace with arrivals and token counts")
+    parser.add_argument(
+        "--model", metavar="NAME", help="a model in the list below; or a folder or org/name with a config.json"
+    )
     add_formats(parser)
     parser.add_argument(
         "--cluster",
         metavar="NxGPU",
-        help="8xA800: eight GPUs; 2x8xH800: two servers of eight; 8xmine.yaml: of your own (docs/gpus.md);"
-        " 4xA100-40G+2xH100-80G: of several kinds",
+        help="8xA800: eight GPUs; 2x8xH800: two servers of eight; 8xmine.yaml: your own description (docs/gpus.md);"
+        " 4xA100-40G+2xH100-80G: several kinds",
     )
-    parser.add_argument("--policy", metavar="NAMES", help="what to compare (recompute,drop)")
-    parser.add_argument("--scenario", type=Path, metavar="FILE", help="YAML with all of this; flags change it")
-    parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
-    parser.add_argument("--time-scale", type=float, metavar="X", help="times arrivals; 0.5: twice as fast")
-    parser.add_argument("--length-scale", type=float, metavar="X", help="times input and output tokens")
-    parser.add_argument("--answer-scale", type=float, metavar="X", help="times output tokens, in place of that")
+    parser.add_argument("--policy", metavar="NAMES", help="policies to compare (recompute,drop)")
+    parser.add_argument(
+        "--scenario", type=Path, metavar="FILE", help="YAML file with these settings; flags take precedence"
+    )
+    parser.add_argument(
+        "--rate-scale", type=float, metavar="X", help="factor on the number of requests, in the same pattern"
+    )
+    parser.add_argument("--time-scale", type=float, metavar="X", help="factor on arrival times; 0.5: twice as fast")
+    parser.add_argument("--length-scale", type=float, metavar="X", help="factor on input and output tokens")
+    parser.add_argument(
+        "--answer-scale", type=float, metavar="X", help="factor on output tokens, instead of --length-scale"
+    )
     parser.add_argument("--lengths", metavar="NAME", help="lengths of another data set, or of a file: longbench ...")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the trace")
-    parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")
-    parser.add_argument("--deadline-s", type=float, metavar="S", help="of each request (3600)")
-    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="of a KV block (64)")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once (256)")
-    parser.add_argument("--tpot-target-s", type=float, metavar="S", help="let in no more than run within that (none)")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (2048)")
-    parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
-    parser.add_argument("--network-gbps", type=float, metavar="X", help="of each GPU's network card (of the catalogue)")
-    parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
+    parser.add_argument("--seed", type=int, help="seed of all random draws (0)")
+    parser.add_argument("--deadline-s", type=float, metavar="S", help="deadline of each request (3600)")
+    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens of a KV block (64)")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="maximum number of running requests per instance (default: as workers on the GPU)",
+    )
+    parser.add_argument(
+        "--tpot-target-s",
+        type=float,
+        metavar="S",
+        help="TPOT target, which limits the number of running requests (none)",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens per step (default: as workers on the GPU)",
+    )
+    parser.add_argument(
+        "--microbatching", metavar="WAY", help="microbatches of pipelines: lookahead (default) or token-count"
+    )
+    parser.add_argument(
+        "--network-gbps", type=float, metavar="X", help="speed of each GPU's network card (default: from the catalogue)"
+    )
+    parser.add_argument(
+        "--burst-scale", type=float, metavar="X", help="factor on the number of requests in the densest 30 s"
+    )
     parser.add_argument(
         "--arrivals",
         metavar="NAME=X,...",
-        help="in place of --trace: rate_per_s=2,span_s=150, and cv=4 for burstier ones, on_s=20,off_s=20 for phases",
+        help="instead of --trace: rate_per_s=2,span_s=150; cv=4 for burstier arrivals, on_s=20,off_s=20 for phases",
     )
-    parser.add_argument("--offline", metavar="LENGTHS", help="offline work without end beside it, as --lengths")
+    parser.add_argument(
+        "--offline",
+        metavar="LENGTHS",
+        help="endless offline requests in addition to the trace, with lengths as for --lengths",
+    )
     parser.add_argument(
         "--offline-class",
         metavar="CLASS",
-        help="batch (default), or default: as with priorities alone (docs/offline.md)",
+        help="class of offline requests: batch (default), or default: the same as online requests (docs/offline.md)",
     )
     whatif.add_arguments(parser)
     parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
     parser.add_argument(
         "--json", type=output_file, metavar="OUT", help="result file; -: standard output (docs/results-schema.md)"
     )
-    parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="figure over time (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=figure_file, metavar="OUT.png", help="output file for a figure over time (needs matplotlib)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -38,46 +38,69 @@ _FIELDS = (
     "seed",
 )
 _NAMES = {"recompute": "static", DROP: "with dropping", PARK: "with parking", BOTH: "with both"}
-_LITTLE = 0.02  # savings below this fraction of the GPU-hours count as none
+_LITTLE = 0.02  # savings below this fraction of the GPU-hours count as zero
 _HOURS_A_MONTH = 730.0
 
 
 def add_parser(subparsers: Commands) -> None:
     parser = subparsers.add_parser(
         "size",
-        help="how few GPUs your traffic can be served with",
-        description="Finds the fewest GPUs that keep a goal on a trace, static and with parameters dropped at need, by"
-        " simulation. A trace is a CSV of arrival_s,input_tokens,output_tokens, as `ballast record` writes it; the"
-        " published files of BurstGPT, Azure and Mooncake are read too.",
+        help="find the smallest number of GPUs for your traffic",
+        description="Finds by simulation the smallest number of GPUs that meets a goal on a trace, with and without"
+        " dropping parameters. A trace is a CSV of arrival_s,input_tokens,output_tokens, as written by"
+        " `ballast record`, or a published file of BurstGPT, Azure or Mooncake.",
         epilog=f"Models: {', '.join(models())}. GPUs: {', '.join(gpus())}.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("trace", metavar="TRACE", help="who arrives when, with how many tokens")
+    parser.add_argument("trace", metavar="TRACE", help="trace with arrivals and token counts")
     parser.add_argument(
-        "--model", required=True, metavar="NAME", help="of the list below; or a folder or org/name with a config.json"
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a model in the list below; or a folder or org/name with a config.json",
     )
     add_formats(parser)
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="of the list below; or FILE.yaml (docs/gpus.md)")
-    parser.add_argument("--slo-ttft-s", type=float, default=2.0, metavar="S", help="time to the first token (2)")
-    parser.add_argument("--slo-tpot-s", type=float, metavar="S", help="time per further token; none: whatever it is")
-    parser.add_argument("--slo-share", type=float, default=0.99, metavar="X", help="of the requests in time (0.99)")
-    parser.add_argument("--price", type=float, metavar="X", help="of one GPU for an hour, in any currency")
-    parser.add_argument("--policy", default=f"recompute,{DROP}", metavar="NAMES", help="what to compare (%(default)s)")
     parser.add_argument(
-        "--parking", action="store_true", help="also with GPUs given back while nobody needs them, alone and with drops"
+        "--gpu", required=True, metavar="NAME", help="a GPU in the list below; or FILE.yaml (docs/gpus.md)"
     )
-    parser.add_argument("--max-gpus", type=int, default=256, metavar="N", help="that are tried (256)")
-    parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
-    parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
-    parser.add_argument("--time-scale", type=float, metavar="X", help="times arrivals; 0.5: twice as fast")
-    parser.add_argument("--length-scale", type=float, metavar="X", help="times input and output tokens")
-    parser.add_argument("--answer-scale", type=float, metavar="X", help="times output tokens, in place of that")
+    parser.add_argument(
+        "--slo-ttft-s", type=float, default=2.0, metavar="S", help="goal for the time to first token (2)"
+    )
+    parser.add_argument(
+        "--slo-tpot-s", type=float, metavar="S", help="goal for the time per output token (default: none)"
+    )
+    parser.add_argument(
+        "--slo-share", type=float, default=0.99, metavar="X", help="share of requests that must meet the goal (0.99)"
+    )
+    parser.add_argument("--price", type=float, metavar="X", help="price of one GPU for an hour, in any currency")
+    parser.add_argument(
+        "--policy", default=f"recompute,{DROP}", metavar="NAMES", help="policies to compare (%(default)s)"
+    )
+    parser.add_argument(
+        "--parking", action="store_true", help="also simulate parking of idle GPUs, alone and with drops"
+    )
+    parser.add_argument("--max-gpus", type=int, default=256, metavar="N", help="maximum number of GPUs to try (256)")
+    parser.add_argument(
+        "--rate-scale", type=float, metavar="X", help="factor on the number of requests, in the same pattern"
+    )
+    parser.add_argument(
+        "--burst-scale", type=float, metavar="X", help="factor on the number of requests in the densest 30 s"
+    )
+    parser.add_argument("--time-scale", type=float, metavar="X", help="factor on arrival times; 0.5: twice as fast")
+    parser.add_argument("--length-scale", type=float, metavar="X", help="factor on input and output tokens")
+    parser.add_argument(
+        "--answer-scale", type=float, metavar="X", help="factor on output tokens, instead of --length-scale"
+    )
     parser.add_argument("--lengths", metavar="NAME", help="lengths of another data set, or of a file: longbench ...")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the trace")
-    parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")
-    parser.add_argument("--json", type=output_file, metavar="OUT", help="what was found; -: standard output")
-    parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="a figure of it (needs matplotlib)")
-    parser.add_argument("--html", type=output_file, metavar="OUT.html", help="a page of it, to pass on")
+    parser.add_argument("--seed", type=int, help="seed of all random draws (0)")
+    parser.add_argument(
+        "--json", type=output_file, metavar="OUT", help="output file for the result as JSON; -: standard output"
+    )
+    parser.add_argument(
+        "--plot", type=figure_file, metavar="OUT.png", help="output file for a figure (needs matplotlib)"
+    )
+    parser.add_argument("--html", type=output_file, metavar="OUT.html", help="output file for a self-contained page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -183,17 +206,14 @@ def in_words(found: ClusterSize, slo: Slo, gpu: str, most: int, price: float | N
         answer = column.answer
         if answer is None:
             at_most = max((run.met_share for run in column.runs), default=0.0)
-            sentences.append(f"{way}, {counted(most, 'GPU')} of type {gpu} are not enough: {at_most:.1%} keep it.")
+            sentences.append(f"{way}, {counted(most, 'GPU')} of type {gpu} do not suffice: {at_most:.1%} meet it.")
         else:
-            sentences.append(f"{way}, {answer.gpu_count} {gpu} {'keeps' if answer.gpu_count == 1 else 'keep'} it.")
+            sentences.append(f"{way}, {answer.gpu_count} {gpu} {'meets' if answer.gpu_count == 1 else 'meet'} it.")
     sentences += [_saved(found, price), _parked(found, price)]
     if cut := found.cut_count:
-        what = (
-            "request is longer than the model takes and was"
-            if cut == 1
-            else ("requests are longer than the model takes and were")
-        )
-        sentences.append(f"{cut:,} {what} cut: as they are they want more.")
+        what = "request exceeds" if cut == 1 else "requests exceed"
+        were = "was" if cut == 1 else "were"
+        sentences.append(f"{cut:,} {what} the model's maximum length and {were} shortened, so the real need is higher.")
     return " ".join(filter(None, sentences))
 
 
@@ -217,7 +237,7 @@ def _saved(found: ClusterSize, price: float | None) -> str:
     told = f"Dropping parameters saves {saved} of {counted(best.gpu_count, 'GPU')} ({part}){against}."
     if ours.tpot_p50_s and best.tpot_p50_s and ours.tpot_p50_s > 1.05 * best.tpot_p50_s:
         told += (
-            f" Its price: at the median a further token takes {duration(ours.tpot_p50_s)} instead of"
+            f" The cost: the median time per output token is {duration(ours.tpot_p50_s)} instead of"
             f" {duration(best.tpot_p50_s)}, as fewer GPUs do the same work."
         )
     return told
@@ -248,10 +268,10 @@ def _why(found: ClusterSize) -> str:
     bounds = found.bounds
     if bounds.memory < bounds.prompts:
         return (
-            f"Computing is what is short: prompts alone take {counted(bounds.prompts, 'instance')}, and what runs fills"
-            f" {bounds.memory:.1f} of their memories."
+            f"Compute is the bottleneck: prompts alone need {counted(bounds.prompts, 'instance')}, and running requests"
+            f" fill the memory of {bounds.memory:.1f}."
         )
-    return "What it gains in memory is less than one instance, or answers slow down by as much."
+    return "The gained memory is less than that of one instance, or answers slow down by as much."
 
 
 # ---------------------------------------------------------------- files

@@ -14,8 +14,8 @@ from tools.cli.render import render_status
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "status",
-        help="layout, load and memory of the cluster",
-        description="What several dispatchers say (--address A,B) is added up: each knows only its own requests.",
+        help="show layout, load and memory of the cluster",
+        description="The requests of several dispatchers (--address A,B) are summed, as each knows only its own.",
     )
     parser.set_defaults(run=run)
     add_json(parser)

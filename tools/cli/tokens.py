@@ -15,24 +15,34 @@ _MAX_NAME_CHARS = 64
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "tokens",
-        help="make, list and withdraw the tokens of clients",
-        description="The file holds hashes only. Dispatchers (--tokens-file) read it again when it changes.",
+        help="create, list and revoke the tokens of clients",
+        description="The file contains only hashes. Dispatchers (--tokens-file) reload it when it changes.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add = actions.add_parser("add", help="make a token and print it, once")
+    add = actions.add_parser("add", help="create a token and print it, only once")
     add.set_defaults(run=run_add)
-    add.add_argument("--role", type=TokenRole, choices=list(TokenRole), default=TokenRole.INFER, help="default: infer")
-    add.add_argument("--classes", metavar="CLASS,...", help="of its requests: interactive, default, batch; all of them")
-    listing = actions.add_parser("list", help="names and roles")
+    add.add_argument(
+        "--role",
+        type=TokenRole,
+        choices=list(TokenRole),
+        default=TokenRole.INFER,
+        help="role of the token (default: infer)",
+    )
+    add.add_argument(
+        "--classes",
+        metavar="CLASS,...",
+        help="permitted classes of its requests: interactive, default, batch (default: all)",
+    )
+    listing = actions.add_parser("list", help="list names and roles")
     listing.set_defaults(run=run_list)
-    remove = actions.add_parser("remove", help="withdraw a token; calls that run go on")
+    remove = actions.add_parser("remove", help="revoke a token; running calls continue")
     remove.set_defaults(run=run_remove)
     for action in (add, remove):
-        action.add_argument("name", metavar="NAME", help="of whom the token is for")
+        action.add_argument("name", metavar="NAME", help="name of the token's user")
     for action in (add, listing, remove):
-        action.add_argument("--file", type=Path, required=True, metavar="FILE", help="the dispatchers' --tokens-file")
+        action.add_argument("--file", type=Path, required=True, metavar="FILE", help="--tokens-file of the dispatchers")
     for action in (add, listing):
-        action.add_argument("--json", action="store_true", help="one JSON object")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run_add(args: argparse.Namespace) -> int:

@@ -19,11 +19,13 @@ from tools.cli.render import render_status
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("top", help="the status, live; Ctrl-C ends")
+    parser = commands.add_parser("top", help="show the status live; Ctrl-C ends")
     parser.set_defaults(run=run)
-    parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
+    parser.add_argument(
+        "--interval-s", type=float, default=1.0, metavar="S", help="seconds between two refreshes (default: 1)"
+    )
     add_json(parser)
-    parser.add_argument("--once", action="store_true", help="print one page (rates over one interval) and end")
+    parser.add_argument("--once", action="store_true", help="print one page, with rates over one interval, and exit")
     add_address(parser)
 
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                     time.sleep(args.interval_s)
                     try:
                         page = look()
-                    except BallastError as error:  # may be temporary: keep the last page and show the error
+                    except BallastError as error:  # may be temporary, so keep the last page and show the error
                         live.update(Group(page, Text(f"\n{error}", style="bold red")), refresh=True)
                     else:
                         live.update(page, refresh=True)
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class TopLook:
-    """Takes a snapshot at each call, and renders it with rates since the last one and the history."""
+    """Takes a snapshot at each call, and renders it with the history and with rates since the last snapshot."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

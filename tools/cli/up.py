@@ -38,7 +38,7 @@ from tools.model.vocabulary import ensure_tokenizer
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
 _HTTP_PORT, _HTTP_PORTS = 8000, 100  # first port tried, and how many are tried
-# The default model's parameters fill two thirds of a worker's memory, as a large model's do on a GPU: a drop nearly
+# As with a large model on a GPU, the default model's parameters fill two thirds of a worker's memory: a drop nearly
 # doubles the space for KV.
 _DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
 _CERTIFICATE_DAYS = 365
@@ -46,131 +46,160 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 
 # Flags that are passed on unchanged to the services: flag -> help.
 _WORKER_FLAGS = {
-    "--dtype": "auto, float32, bfloat16, float16 or float64",
-    "--kv-cache-dtype": "auto (that of --dtype) or fp8: number format of KV",
-    "--model-impl": "what computes the model: auto (default), ballast or transformers",
-    "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
-    "--tensor-parallel-size": "ranks of each worker, on as many devices",
-    "--nnodes": "hosts of each worker, which divide its ranks (docs/hosts.md)",
-    "--dist-init-addr": "with --nnodes: HOST:PORT where other hosts find the first worker; others on ports that follow",
-    "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
-    "--attention-backend": "on a GPU: auto, triton or flashinfer",
-    "--transport": "what carries links between workers: auto, tcp or nccl",
-    "--max-model-len": "longest prompt and answer together, in tokens",
-    "--max-num-seqs": "requests that run at once in a worker",
-    "--tpot-target-s": "seconds that a token may take: more requests wait (default: whatever it takes)",
-    "--offline-slowdown": "share by which offline requests may make a step take longer (default: 0.25)",
-    "--max-num-batched-tokens": "tokens of one engine step",
+    "--dtype": "number format of parameters: auto, float32, bfloat16, float16 or float64",
+    "--kv-cache-dtype": "number format of KV: auto (that of --dtype) or fp8",
+    "--model-impl": "implementation of the model: auto (default), ballast or transformers",
+    "--device": "device: cpu (default), cuda (one GPU per worker) or cuda:N",
+    "--tensor-parallel-size": "ranks of each worker, each on its own device",
+    "--nnodes": "hosts of each worker, which share its ranks (docs/hosts.md)",
+    "--dist-init-addr": "with --nnodes: HOST:PORT at which other hosts reach the first worker; further workers use"
+    " the next ports",
+    "--gpu-memory-utilization": "fraction of each GPU's memory, unless --device-memory-bytes is set (default: 0.9)",
+    "--attention-backend": "attention kernels on a GPU: auto, triton or flashinfer",
+    "--transport": "transport between workers: auto, tcp or nccl",
+    "--max-model-len": "maximum length of prompt and answer together, in tokens",
+    "--max-num-seqs": "maximum number of running requests of a worker",
+    "--tpot-target-s": "target for the time per output token; requests beyond it wait (default: none)",
+    "--offline-slowdown": "fraction by which offline requests may lengthen a step (default: 0.25)",
+    "--max-num-batched-tokens": "maximum number of tokens of one engine step",
     "--block-size": "tokens of a KV block",
-    "--threads": "of one worker's engine",
-    "--kernels": "auto, native (compiled) or torch",
-    "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
-    "--swap-space-bytes": "host memory for swapped KV, of each worker",
-    "--host-copy": "auto, off or bytes: one copy of the parameters in /dev/shm for all workers (docs/operate.md)",
+    "--threads": "threads of each worker's engine",
+    "--kernels": "CPU kernels: auto, native (compiled) or torch",
+    "--fallback-policy": "with drop, if no drop helps: recompute (default) or swap",
+    "--swap-space-bytes": "host memory of each worker for swapped KV",
+    "--host-copy": "one copy of the parameters in /dev/shm for all workers: auto, off or bytes (docs/operate.md)",
 }
 _WORKER_SWITCHES = {
-    "--enforce-eager": "on a GPU: record no CUDA graphs",
-    "--no-enable-prefix-caching": "compute every prompt whole",
+    "--enforce-eager": "on a GPU: do not capture CUDA graphs",
+    "--no-enable-prefix-caching": "disable prefix caching",
 }
-_POLICY_FLAG = {"--overload-policy": f"when KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
+_POLICY_FLAG = {"--overload-policy": f"policy if KV memory runs short: {', '.join(OverloadPolicy)} (default: drop)"}
 _PLANNER_FLAGS = {
-    "--pipeline-degree": "instances of a pipeline, with static-pipeline",
-    "--ttft-target-s": "with drop: seconds within which a first token is soon enough (default: 0.5)",
-    "--restore": "on or off: whether dropped parameters come back",
-    "--park": "on or off: whether workers that nobody needs give their memory back until they are woken",
-    "--least-instances": "with park: so many workers serve, however little there is to do (default: 1)",
+    "--pipeline-degree": "with static-pipeline: instances of a pipeline",
+    "--ttft-target-s": "with drop: TTFT target in seconds, below which nothing is dropped (default: 0.5)",
+    "--restore": "whether dropped parameters are restored: on or off",
+    "--park": "whether idle workers are parked until they are needed: on or off",
+    "--least-instances": "with park: minimum number of serving workers (default: 1)",
 }
 _GATEWAY_FLAGS = {
-    "--allowed-origins": "whose pages a browser lets read answers: https://HOST, several with commas, or *",
-    "--served-model-name": "what HTTP clients call the model; several with commas (default: its own name)",
-    "--tool-call-parser": "how the model calls tools: hermes, mistral, llama3_json ... (default: by its template)",
-    "--reasoning-parser": "how the model writes thoughts: qwen3, deepseek_r1, mistral, none (default: by its template)",
+    "--allowed-origins": "origins whose pages may call the API (CORS): https://HOST, comma-separated, or *",
+    "--served-model-name": "names of the model in the HTTP API, comma-separated (default: its own name)",
+    "--tool-call-parser": "format of tool calls: hermes, mistral, llama3_json ... (default: from its template)",
+    "--reasoning-parser": "format of reasoning: qwen3, deepseek_r1, mistral, none (default: from its template)",
 }
 _DISPATCHER_FLAGS = {
-    "--max-num-queued-reqs": "requests that may wait; more are refused",
-    "--max-num-queued-tokens": "prompt tokens that may wait; more are refused",
-    "--max-offline-queued": "offline requests (class batch) that may wait besides",
-    "--chat-template": "file of a chat template (default: the model's own)",
+    "--max-num-queued-reqs": "maximum number of waiting requests; more are refused",
+    "--max-num-queued-tokens": "maximum number of waiting prompt tokens; more are refused",
+    "--max-offline-queued": "maximum number of waiting offline requests (class batch)",
+    "--chat-template": "file with a chat template (default: the model's own)",
     "--generation-config": "sampling defaults: auto (the model's own), ballast (none), or a folder (default: auto)",
 }
 _DESCRIPTION = (
-    "Starts every service as a process of its own, with a private state server. Prints one line when ready. Ctrl-C lets"
-    " running requests finish, then stops; a second Ctrl-C stops at once. A process that dies is started again."
+    "Starts each service in its own process, with a private state server. Prints one line when ready. Ctrl-C waits"
+    " for running requests and stops; a second Ctrl-C stops at once. A process that dies is restarted."
 )
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("up", help="run a cluster on this machine", description=_DESCRIPTION)
     _add_flags(parser)
-    serve = commands.add_parser("serve", help="`up --model MODEL`, for fingers that know it", description=_DESCRIPTION)
+    serve = commands.add_parser("serve", help="the same as `up --model MODEL`", description=_DESCRIPTION)
     serve.add_argument("served", metavar="MODEL", help="as for --model")
     _add_flags(serve)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
-    parser.add_argument("--model", type=Path, metavar="MODEL", help="folder, or org/name[@revision]; none: a small one")
-    parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help="emulated: compute nothing")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="folder, or org/name[@revision] (default: a small model with random weights)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["torch", "emulated"],
+        default="torch",
+        help="emulated: workers take the time of a GPU and compute nothing",
+    )
     parser.add_argument(
         "--profile",
         metavar="WHAT",
-        help="how fast an emulated engine is: as a GPU of the catalogue or of a FILE.yaml, with one of the catalogue's"
-        " models (--profile A800 --model Qwen2.5-14B); or as this machine was, by a file from `ballast profile`"
-        " of the --model",
+        help="speed of an emulated engine: a GPU of the catalogue or a FILE.yaml, with a model of the catalogue"
+        " (--profile A800 --model Qwen2.5-14B); or a file from `ballast profile` for the --model",
     )
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="instances (default: 2)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of instances (default: 2)")
     parser.add_argument(
         "--max-workers",
         type=int,
         metavar="N",
-        help="start and end workers as the planner wants, from --workers to so many (default: always --workers)",
+        help="maximum number of workers, which are started and stopped as the planner wants (default: --workers)",
     )
-    parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="on ports that follow (default: 1)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=50051, help="of the first dispatcher; 0: a free one")
     parser.add_argument(
-        "--gateways", type=int, default=1, metavar="N", help="HTTP servers, on ports that follow (default: 1)"
+        "--dispatchers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of dispatchers, on consecutive ports (default: 1)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=50051, help="port of the first dispatcher; 0: any free one")
+    parser.add_argument(
+        "--gateways", type=int, default=1, metavar="N", help="number of HTTP servers, on consecutive ports (default: 1)"
     )
     parser.add_argument(
         "--http-port",
         type=int,
         metavar="PORT",
-        help="of the first gateway; 0: a free one (default: 8000, or the next free)",
+        help="port of the first gateway; 0: any free one (default: 8000, or the next free one)",
     )
-    parser.add_argument("--jobs", type=Path, metavar="DIR", help="keep batches and their files there (docs/batches.md)")
+    parser.add_argument("--jobs", type=Path, metavar="DIR", help="folder for batches and their files (docs/batches.md)")
     parser.add_argument(
         "--metrics-port",
         type=int,
         metavar="PORT",
-        help="of the first service's metrics; the others on ports that follow; 0: any",
+        help="port of the first service's metrics; further services use the next ports; 0: any free ones",
     )
-    parser.add_argument("--dashboard", action="store_true", help="a page that shows the cluster live, with buttons")
+    parser.add_argument("--dashboard", action="store_true", help="serve a live dashboard of the cluster")
     parser.add_argument(
-        "--dashboard-port", type=int, metavar="PORT", help="of that page (default: 8088, or the next free)"
+        "--dashboard-port", type=int, metavar="PORT", help="port of the dashboard (default: 8088, or the next free one)"
     )
     parser.add_argument(
-        "--twin", metavar="POLICY", choices=list(OverloadPolicy), help="on that page, a second cluster with this policy"
+        "--twin",
+        metavar="POLICY",
+        choices=list(OverloadPolicy),
+        help="run a second cluster with this policy, shown next to the first one on the dashboard",
     )
-    parser.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="of each worker; 512MiB, 16GiB ...")
-    parser.add_argument("--redis-url", metavar="URL", help="a state server that runs already")
+    parser.add_argument(
+        "--device-memory-bytes", type=size, metavar="SIZE", help="memory budget of each worker: 512MiB, 16GiB ..."
+    )
+    parser.add_argument("--redis-url", metavar="URL", help="URL of a running state server")
     parser.add_argument(
         "--secure",
         type=Path,
         metavar="DIR",
-        help="TLS, certificates and tokens, from this folder; what it lacks is made. Needed for a --host beyond this"
-        " machine",
+        help="use TLS, certificates and tokens from this folder, and create missing ones. Required if --host is not"
+        " loopback",
+    )
+    parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without authentication")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="folder for the services' logs")
+    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="log level of all services")
+    parser.add_argument(
+        "--log-format", choices=["console", "json"], help="log format: console for people, json for programs"
     )
     parser.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine though anybody may then do anything"
+        "--start-timeout-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="timeout for the start, including loading the model",
     )
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the services' logs there")
-    parser.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="of all services")
-    parser.add_argument("--log-format", choices=["console", "json"], help="lines for people, or JSON for programs")
-    parser.add_argument("--start-timeout-s", type=float, default=300.0, metavar="S", help="loading the model included")
-    parser.add_argument("--stop-timeout-s", type=float, default=30.0, metavar="S", help="for requests that still run")
+    parser.add_argument(
+        "--stop-timeout-s", type=float, default=30.0, metavar="S", help="time for running requests to finish"
+    )
     for flag, text in (_POLICY_FLAG | _WORKER_FLAGS | _PLANNER_FLAGS | _DISPATCHER_FLAGS | _GATEWAY_FLAGS).items():
         parser.add_argument(flag, metavar=flag.rpartition("-")[2].upper(), help=text)
-    what = "LoRA adapters beside the model, which requests name as their model (docs/your-model.md)"
+    what = "LoRA adapters; requests use their name as the model (docs/your-model.md)"
     parser.add_argument("--lora-modules", nargs="+", action="extend", default=[], metavar="NAME=FOLDER", help=what)
     for flag, text in _WORKER_SWITCHES.items():
         parser.add_argument(flag, action="store_true", help=text)
@@ -205,7 +234,8 @@ def run(args: argparse.Namespace) -> int:
             args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
-            # Download the model here, with a progress bar, so that its problems are reported once, not by each worker.
+            # Download the model here, with a progress bar, so that its problems are reported once rather than by each
+            # worker.
             ranks = int(args.tensor_parallel_size or 1)
             check = functools.partial(check_served, model_impl=args.model_impl or "auto", ranks=ranks)
             found = find_model(args.model, weights=True, check=check)
@@ -238,7 +268,7 @@ def _port_range(args: argparse.Namespace) -> str:
 
 
 def _emulate(args: argparse.Namespace, folder: Path) -> None:
-    """Set the flags of emulated workers, and the model: for one of the catalogue a folder with a tokenizer only."""
+    """Set the flags of emulated workers, and the model: a folder with only a tokenizer for a model of the catalogue."""
     if args.profile is None:
         raise ConfigError("--profile", "is needed: the GPU that workers emulate, such as A800, or a file")
     if args.model is None:
@@ -370,7 +400,7 @@ class _Up:
 
     def service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
-            # Each worker gets its own GPU: `cuda` would be the first one for all.
+            # Each worker gets its own GPU; with `cuda`, all workers would use the first one.
             dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})
             values = ((flag, dealt[flag[2:].replace("-", "_")]) for flag in flags)
             return [part for flag, value in values if value is not None for part in (flag, str(value))]

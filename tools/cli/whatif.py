@@ -23,11 +23,17 @@ from tools.bench.slo import Slo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sweep", metavar="NAME=V,V,..", help="rate, burst, gpus, network (Gbit/s) or slo (s of TTFT)")
-    parser.add_argument("--slo-ttft-s", type=float, metavar="S", help="time to the first token that is good enough")
-    parser.add_argument("--slo-tpot-s", type=float, metavar="S", help="time per further token; none: whatever it is")
     parser.add_argument(
-        "--slo-share", type=float, default=0.99, metavar="X", help="of the requests that keep it (0.99)"
+        "--sweep",
+        metavar="NAME=V,V,..",
+        help="condition to vary: rate, burst, gpus, network (Gbit/s) or slo (s of TTFT)",
+    )
+    parser.add_argument("--slo-ttft-s", type=float, metavar="S", help="SLO for the time to first token")
+    parser.add_argument(
+        "--slo-tpot-s", type=float, metavar="S", help="goal for the time per output token (default: none)"
+    )
+    parser.add_argument(
+        "--slo-share", type=float, default=0.99, metavar="X", help="share of requests that must meet the SLO (0.99)"
     )
 
 

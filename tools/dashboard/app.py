@@ -2,7 +2,7 @@
 
 Anybody who can open the page can read. Requests that change something (`POST`) need a header that no form or foreign
 page can send. All requests need an expected `Host`. If others than the operator can reach the page (`by_token`), an
-order is forwarded with the token that came with it and nothing else, and dispatchers decide whether it is permitted.
+order is forwarded with only the token of its request, and dispatchers decide whether the order is permitted.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from tools.dashboard.watched import Watched
 _PAGE: Final = Path(__file__).parent / "page"
 _HEADER: Final = "x-ballast-dashboard"
 _EVERY_S: Final = 0.5
-_WATCHED_S: Final = 30.0  # how long the cluster is polled after the last request of a page
+_WATCHED_S: Final = 30.0  # the cluster is polled for this long after a page's last request
 _MAX_ORDERS: Final = 16  # limit on concurrent orders
-_ASKED_AGAIN_S: Final = 10.0  # how long a cached answer to whether dispatchers demand tokens is used for orders
+_ASKED_AGAIN_S: Final = 10.0  # orders use a cached answer, to whether dispatchers demand tokens, for this long
 _BEARER: Final = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
 _SAFETY: Final = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
@@ -80,8 +80,8 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Context manager that polls the clusters. Whoever mounts the app must enter it, as Starlette runs no lifespan
-        of mounted apps.
+        """Context manager that polls the clusters. If the app is mounted, the surrounding app must enter it, because
+        Starlette runs no lifespan of mounted apps.
         """
         following = asyncio.create_task(self.follow(), name="follow clusters")
         try:

@@ -17,7 +17,7 @@ from ballast.common.errors import BallastError
 from tools.dashboard.watched import Watched
 
 _BURST_OF_CAPACITY: Final = 2.2
-_BURST_OVER_S: Final = 12.0  # duration of a burst, so short that memory becomes scarce and not only compute
+_BURST_OVER_S: Final = 12.0  # duration of a burst, short enough that memory becomes scarce and not only compute
 _MAX_BURST_COUNT: Final = 400
 _STEADY_OF_CAPACITY: Final = 0.25
 _MAX_STEADY_COUNT: Final = 64

@@ -1,8 +1,8 @@
 """Breaks a local cluster on purpose, under load, and checks that no request is lost and no token changes.
 
-The tokens, text and logprobs of every answer are known beforehand. Faults are drawn at random, from a seed; several may
-last at a time; the keeper restarts processes that a fault has ended. After the last fault, the cluster has to be whole:
-every worker is in the layout, a drop and a restore on request succeed, and no request runs or waits.
+The tokens, text and logprobs of every answer are known beforehand. Faults are drawn at random from a seed, and several
+may be active at a time. The keeper restarts processes that a fault has ended. After the last fault, the cluster has to
+be whole: every worker is in the layout, a drop and a restore on request succeed, and no request runs or waits.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from tools.local.keeper import Keeper
 
 _CHANGE_S = 60.0
 _LONG_S = 5.0  # longer recovery times are printed
-_LONGEST_WAIT_S = 20.0  # a request that takes longer is a failure
+_LONGEST_WAIT_S = 20.0  # a request that waits longer for a token is a failure
 _PROMPT_COUNT = 8
 _LAYOUT_CHANGE_S = 6.0  # longest time between two requested drops or restores
 _NOTED_S = 0.1  # shorter times without a token do not count as waits
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-_LOGPROB_ERROR = 1e-6  # tolerance: a replay recomputes in a prefill what was first computed in decodes
+_LOGPROB_ERROR = 1e-6  # tolerance: a replay recomputes in a prefill what decodes computed first
 
 
 def sampling_of(i: int, max_tokens: int, *, every_kind: bool) -> SamplingParams:
@@ -260,7 +260,7 @@ class Chaos:
                 ended = True
         except BallastError as error:
             broken = self._breaker
-            # Another dispatcher can continue a stream only if the state server has kept its claim.
+            # Another dispatcher can continue a stream only if the state server still has its claim.
             if (
                 answer.token_ids
                 and _lately(broken.dispatchers_broken_s, began_s)
@@ -276,7 +276,7 @@ class Chaos:
         report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
 
     def _note_wait(self, since_s: float) -> float:
-        """Record a wait that began at `since_s` and ends now. Returns the present time."""
+        """Record a wait that began at `since_s` and ends now. Returns the current time."""
         now_s = time.monotonic()
         if now_s - since_s > _NOTED_S:
             self._waits.append((since_s, now_s))
@@ -327,7 +327,9 @@ class Chaos:
     # ------------------------------------------------------------ layouts
 
     async def _change_layouts(self) -> None:
-        """Request drops and restores continuously, because faults are worst during transitions. Ignores refusals."""
+        """Request drops and restores continuously, because faults do the most damage during transitions. Ignores
+        refusals.
+        """
         while True:
             workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
             drop = self._rng.sample(workers, 2) if len(workers) > 1 and self._rng.random() < 0.6 else None
@@ -388,7 +390,9 @@ class Chaos:
         return ""
 
     async def _carry_out(self, drop: Sequence[str] | None) -> None:
-        """Request a change until it succeeds. A restore that is refused because nothing is dropped has succeeded."""
+        """Request a change until it succeeds. A restore that is refused because nothing is dropped counts as
+        success.
+        """
         while True:
             with contextlib.suppress(BallastError):
                 try:
@@ -420,7 +424,9 @@ class Chaos:
             await asyncio.sleep(0.0 if also else 0.05)
 
     async def _why_not_idle(self) -> str:
-        """Wait until no request runs or waits and no block is held. Returns what is left; empty if nothing is."""
+        """Wait until no request runs or waits and no block is held. Returns a description of the remaining work; empty
+        if there is none.
+        """
         give_up_s, left = time.monotonic() + BACK_WITHIN_S, "not looked at"
         while time.monotonic() < give_up_s:
             left = ""
@@ -438,7 +444,7 @@ class Chaos:
         return left
 
     def _ended_by_themselves(self) -> list[str]:
-        """The processes that ended without being killed or stopped, because of a bug."""
+        """The processes that ended because of a bug, without having been killed or stopped."""
         crash = self._cluster.crash()
         last = [] if crash is None else [f"{crash.target} at the very end"]
         return sorted({*self._keeper.ended_by_themselves, *last})

@@ -60,7 +60,7 @@ class ServiceProcess:
     id: str
     child: ChildProcess
     address: str = ""
-    may_end: bool = False  # True: it is being ended on purpose, which is not a crash
+    may_end: bool = False  # True while it is being ended on purpose, which is not a crash
     paused: bool = False
 
     @property
@@ -148,7 +148,7 @@ class LocalCluster:
         self.metrics_targets: dict[str, str] = {}  # name of a child process -> host:port of its metrics
         self._metrics_port = metrics_port
         self.state_server: PrivateStateServer | None = None  # the cluster's own, while it runs
-        self.keep_logs = False  # True once something has failed: a temporary log folder is then kept
+        self.keep_logs = False  # True after a failure: a temporary log folder is preserved
         self._counts: dict[Service, int] = {
             "monitor": monitors,
             "planner": planners,
@@ -344,7 +344,7 @@ class LocalCluster:
     async def _start_all(self) -> None:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:
-            if self._counts[service] and service in ("gateway", "jobs"):  # they need others' addresses
+            if self._counts[service] and service in ("gateway", "jobs"):  # they need the addresses of other services
                 await self._wait_all_ready(give_up_at_s)
             for _ in range(self._counts[service]):
                 self._spawn(service)

@@ -100,7 +100,9 @@ class Breaker:
         return found
 
     def let_go(self) -> None:
-        """Continue stopped threads. Call it before ending processes: one with a stopped thread does not end."""
+        """Continue stopped threads. Call it before ending processes, since a process with a stopped thread does not
+        end.
+        """
         while self._wedged:
             self._wedged.pop().go_on()
 
@@ -125,7 +127,9 @@ class Breaker:
         return worker_id, getattr(proxy, name)
 
     async def _hold(self, whose: tuple[str, Way], what: str) -> tuple[str, float, Heal]:
-        """Delay all data in one direction of a worker's connections; the fault may end before or after timeouts."""
+        """Delay all data in one direction of a worker's connections. The fault may end before or after timeouts
+        expire.
+        """
         worker_id, way = whose
         way.holds = True
 

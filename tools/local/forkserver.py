@@ -2,7 +2,7 @@
 
 It is like `multiprocessing`'s fork server, but a child has its own arguments, environment, session, log file and title.
 The server is a process without threads, tethered to the thread that started it; its children are tethered to it. It
-runs only on Linux, as it waits for processes through pidfds.
+runs only on Linux, because it waits for processes through pidfds.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from tools.local import tether
 _MAX_BYTES = 128 << 10  # limit of a request: arguments and environment
 _TITLE_BYTES = 2 << 10
 _REPLY_WITHIN_S = 60.0  # long enough for the first import of torch on a busy machine
-_UNREAD = ("BALLAST_", "PYTEST_")  # prefixes of variables that no module reads when it is imported
+_UNREAD = ("BALLAST_", "PYTEST_")  # prefixes of variables that no module reads at import
 _WITH_TORCH = ("services.worker.engine.load", "services.worker.links.open", "services.worker.ranks.load")
 
 
@@ -62,7 +62,7 @@ class Forked:
         self.poll()
 
     def _has_ended(self, timeout_s: float) -> bool:
-        waiting = select.poll()  # `select.select` takes no descriptor above 1023
+        waiting = select.poll()  # `select.select` does not accept descriptors above 1023
         waiting.register(self._fd, select.POLLIN)
         return bool(waiting.poll(timeout_s * 1000))
 
@@ -107,7 +107,9 @@ class ForkServer:
         return Forked(self, self._reply())
 
     def status(self, pid: int) -> int:
-        """Exit status of a process that has ended; -SIGKILL if the server has ended, as that kills its children."""
+        """Exit status of a process that has ended; -SIGKILL if the server has ended, because its children are killed
+        with it.
+        """
         try:
             self._socket.send(json.dumps({"pid": pid}).encode())
             return self._reply()
@@ -127,7 +129,7 @@ class ForkServer:
         return int(data)
 
 
-_servers = threading.local()  # one server per thread, as it ends with the thread that has started it
+_servers = threading.local()  # one server per thread, because it ends with the thread that started it
 
 
 def server_for(environ: Mapping[str, str]) -> ForkServer | None:

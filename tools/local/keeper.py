@@ -1,7 +1,8 @@
 """Keeps a local cluster alive: restarts processes that have ended, and reports each such event in one line.
 
-A process is restarted at once; if it keeps failing within 30 s of its start, after longer and longer pauses. After four
-such restarts it is given up, and the cluster continues without it. The state server is never given up.
+A process is restarted at once, or after longer and longer pauses if it keeps failing within 30 s of its start. After
+four such restarts the keeper gives up on it, and the cluster continues without it. The keeper never gives up on the
+state server.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from tools.local.state_server import PrivateStateServer
 _POLL_S = 0.05
 _ROTATE_S = 10.0
 _COUNT_INTERVAL_S = 1.0
-_PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # pauses before the restarts; after the last one a process is given up
+_PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # pauses before the restarts; after the last one the keeper gives up on a process
 _STABLE_S = 30.0  # after a process has run for this long, pauses start over
 _START_TIMEOUT_S = 300.0
 _REPLAYS_WITHIN_S = 1.0
@@ -101,7 +102,7 @@ class Keeper:
         self._say(text)
 
     async def _revive(self, child: ChildProcess) -> None:
-        """Restart a child process until it serves, or give it up."""
+        """Restart a child process until it serves, or give up on it."""
         name, ended_at_s = child.name, time.monotonic()
         self._cluster.keep_logs = True
         before = self._count_before(ended_at_s - _COUNT_INTERVAL_S)
@@ -171,7 +172,9 @@ class Keeper:
         return f"; {count} request{'' if count == 1 else 's'} replayed" if count > 0 else ""
 
     def _count_before(self, at_s: float) -> int:
-        """Replays counted up to `at_s`: by the time a process's end is noticed, requests may have been replayed."""
+        """Replays counted up to `at_s`. Requests may already have been replayed when the end of a process is
+        noticed.
+        """
         return next((count for looked_at_s, count in reversed(self._looks) if looked_at_s <= at_s), 0)
 
     async def _keep_count(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 15_000
 _TRIES = 200
-_PROCESSES = 16  # processes choose from disjoint ports, by their process id modulo this
+_PROCESSES = 16  # number of disjoint sets of ports, of which a process uses one according to its process id
 _given: set[int] = set()
 
 
@@ -16,11 +16,11 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` different ports on which no process listens.
 
     They are below the range from which the kernel chooses ports of connections and of servers that ask for any port. A
-    port inside that range may be taken before it is used: even by a connection attempt to the absent server itself,
-    which then connects to itself.
+    port inside that range may be taken before it is used, even by a connection attempt to the server that has not
+    started yet: the connection then connects to itself.
 
-    No port is returned twice in a process, as the first server may take a while to listen. Concurrent processes choose
-    from different ports.
+    No port is returned twice in a process, because the first server may take a while to listen. Concurrent processes
+    choose from different ports.
     """
     below = _first_given_port()
     candidates = range(_FIRST_PORT + os.getpid() % _PROCESSES, below, _PROCESSES)

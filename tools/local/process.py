@@ -2,8 +2,8 @@
 
 Services are started by the fork server, other commands are executed.
 
-A child must be started by a thread that lives as long as the child should (usually the main thread): on Linux it is
-killed when that thread ends.
+On Linux a child is killed when the thread that started it ends, so start it from a thread that lives long enough
+(usually the main thread).
 """
 
 import asyncio

@@ -20,7 +20,9 @@ _RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER with which closing sends 
 @dataclass(slots=True)
 class Way:
     """One direction of all connections, and its faults. `swallows`: data is dropped, and the end of a connection is not
-    passed on. `holds`: data and ends are passed on later, when this is False again. `delay_s`: delay of each piece."""
+    passed on. `holds`: data and ends of connections are held back until this is False again. `delay_s`: delay of each
+    piece of data.
+    """
 
     swallows: bool = False
     holds: bool = False
@@ -98,7 +100,7 @@ class Proxy:
 
 
 async def _either(*ways: Awaitable[None]) -> None:
-    """Run both directions until one has ended, then cancel the other, so that no connection is half-open."""
+    """Run both directions until one has ended, then cancel the other, so that no connection is left half-open."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

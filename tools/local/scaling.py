@@ -78,7 +78,7 @@ class Scaler:
         self._news.set()
 
     async def run(self, cluster: LocalCluster) -> None:
-        """Start and end workers until cancelled, one at a time, as the wanted number may change meanwhile."""
+        """Start and end workers until cancelled, one at a time, because the wanted number may change meanwhile."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -122,5 +122,7 @@ async def _has_work(client: AsyncClient, worker_id: str) -> bool:
 
 
 def _first_to_end(running: list[ServiceProcess], wanted: Wanted) -> ServiceProcess:
-    """The worker to end first: a parked one, as it holds no request; else the one that was started last."""
+    """The worker to end first: a parked one, because it holds no request; otherwise the worker that was started
+    last.
+    """
     return max(running, key=lambda one: (one.id in wanted.parked, len(one.id), one.id))

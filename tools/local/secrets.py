@@ -8,8 +8,8 @@ from pathlib import Path
 CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USERS = "cluster.secret", "redis.password", "users.acl"
 REDIS_USER = "ballast"
 
-# Users of the state server. Without a password, only PING and INFO are permitted. The cluster's user has access to its
-# own keys and channels only, and to no command that shows other clients or changes the server.
+# Users of the state server. Without a password, only PING and INFO are permitted. The cluster's user can access only
+# its own keys and channels, and cannot run commands that show other clients or change the server.
 _USERS = (
     "user default on nopass resetkeys resetchannels -@all +ping +info\n"
     "user {user} on #{digest} ~ballast:* &ballast:* -@all +@read +@write +@pubsub +@scripting +@transaction"

@@ -199,7 +199,7 @@ class PrivateStateServer:
         return self._process
 
     def _starting(self) -> Iterator[None]:
-        """Start the server; yield whenever the caller should wait a moment. Tries other ports if one is taken."""
+        """Start the server. Yields whenever the caller should wait a moment. Tries other ports if one is taken."""
         for attempt in range(_PORT_ATTEMPTS):
             process = self._spawn()
             give_up_at_s = time.monotonic() + _START_TIMEOUT_S
@@ -219,7 +219,7 @@ class PrivateStateServer:
 
 
 def _answers(port: int, pid: int) -> bool:
-    """Whether a server answers on the port, and is that of process `pid`."""
+    """Whether a server answers on the port and belongs to process `pid`."""
     try:
         with socket.create_connection(("127.0.0.1", port), _PING_TIMEOUT_S) as connection:
             connection.settimeout(_PING_TIMEOUT_S)

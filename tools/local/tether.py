@@ -1,8 +1,8 @@
 """Ties a command to the process that starts it: `python tether.py PARENT_PID COMMAND...` executes COMMAND.
 
-The kernel kills the command when its parent ends in any way, so that a killed launcher leaves no process behind.
-This is a separate script, as Python code between fork and exec is not safe in a process with threads. It uses only the
-standard library, as it is started with `-I -S`.
+The kernel kills the command when its parent ends in any way, so that a killed launcher leaves no process behind. This
+is a separate script, because Python code between fork and exec is not safe in a process with threads. It uses only the
+standard library, because it is started with `-I -S`.
 """
 
 import ctypes

@@ -18,7 +18,9 @@ _WAIT_FOR_THREADS: Final = 0x40000000  # __WALL
 
 
 class StoppedThread:
-    """A stopped thread. Call `go_on` even if the process has been killed: its parent cannot reap it before."""
+    """A stopped thread. Call `go_on` even if the process has been killed, because its parent cannot reap it before
+    that.
+    """
 
     def __init__(self, thread_id: int) -> None:
         """Stop the thread.

@@ -1,7 +1,7 @@
 """Writes numpy arrays to safetensors files, and reads the headers of such files.
 
 A file has eight bytes of header length, a JSON header (name -> dtype, shape, byte range) and the raw data. The package
-`safetensors` is not used, as its numpy interface lacks bfloat16, and only workers depend on it.
+`safetensors` is not used, because its numpy interface lacks bfloat16 and only workers depend on it.
 """
 
 import json
@@ -98,7 +98,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 def _parse(path: Path, raw: object) -> dict[str, TensorHeader]:
     try:
-        entries = cast("dict[str, dict[str, Any]]", raw)  # using them raises if their structure differs
+        entries = cast("dict[str, dict[str, Any]]", raw)  # raises when used if the structure differs
         return {
             name: TensorHeader(
                 str(entry["dtype"]),

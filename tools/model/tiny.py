@@ -92,7 +92,7 @@ PRESETS = {
     "demo": TinyShape(hidden=128, layers=4, heads=8, kv_heads=4, vocab=1024, max_len=2048),
     # The parameters are several times as large as the KV of the requests that the demo runs at a time.
     "ballast": TinyShape(hidden=384, layers=8, heads=12, kv_heads=2, intermediate=1024, vocab=1024, max_len=1024),
-    # The same, with about half the arithmetic, for more workers on the same cores.
+    # Like `ballast` with about half the arithmetic, for more workers on the same cores.
     "ballast-half": TinyShape(hidden=256, layers=8, heads=8, kv_heads=1, intermediate=1024, vocab=1024, max_len=1024),
     # About 35 M parameters, for throughput measurements.
     "bench": TinyShape(

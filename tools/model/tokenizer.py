@@ -2,7 +2,7 @@
 
 The corpus is built in and, beyond its prose, generated from a fixed seed, so that the same vocabulary size always gives
 the same tokenizer. It has multi-byte characters, some of which are split over several tokens, as in published
-tokenizers: incremental detokenisation has to handle that.
+tokenizers, because incremental detokenisation has to handle these.
 """
 
 import json
@@ -150,7 +150,7 @@ def train_tokenizer(vocab_size: int, *, qwen: bool) -> Tokenizer:
 
 
 def _corpus(vocab_size: int) -> Iterator[str]:
-    """The prose, followed by so many invented words that there are enough merges for the vocabulary."""
+    """The prose, followed by invented words, enough of them for the merges that the vocabulary needs."""
     yield from _PROSE.splitlines(keepends=True)
     rng = random.Random(20260)
     lexicon = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(vocab_size)]

@@ -28,23 +28,23 @@ class _StandingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Standing.Val
     STANDING_UNSPECIFIED: _Standing.ValueType  # 0
     STANDING_SERVING: _Standing.ValueType  # 1
     STANDING_LEAVING: _Standing.ValueType  # 2
-    """Takes nothing new and gives its requests away, to be parked."""
+    """Is about to be parked: it accepts no new requests, and migrates its running ones to others."""
     STANDING_PARKED: _Standing.ValueType  # 3
-    """Holds no request and no layer: its device memory is given back."""
+    """Holds no request and no layer; its device memory is released."""
     STANDING_WAKING: _Standing.ValueType  # 4
-    """Gets its layers back."""
+    """Loads its layers from host memory."""
 
 class Standing(_Standing, metaclass=_StandingEnumTypeWrapper):
-    """Closed. Whether an instance that lives has a part in serving."""
+    """Closed enumeration. State of a live instance."""
 
 STANDING_UNSPECIFIED: Standing.ValueType  # 0
 STANDING_SERVING: Standing.ValueType  # 1
 STANDING_LEAVING: Standing.ValueType  # 2
-"""Takes nothing new and gives its requests away, to be parked."""
+"""Is about to be parked: it accepts no new requests, and migrates its running ones to others."""
 STANDING_PARKED: Standing.ValueType  # 3
-"""Holds no request and no layer: its device memory is given back."""
+"""Holds no request and no layer; its device memory is released."""
 STANDING_WAKING: Standing.ValueType  # 4
-"""Gets its layers back."""
+"""Loads its layers from host memory."""
 Global___Standing: _TypeAlias = Standing  # noqa: Y015
 
 class _FinishReason:
@@ -62,7 +62,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Closed: a receiver treats an unknown value as ERROR."""
+    """Closed enumeration: a receiver treats an unknown value as ERROR."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """not finished"""
@@ -86,7 +86,7 @@ class _PriorityClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priorit
     PRIORITY_CLASS_BATCH: _PriorityClass.ValueType  # 3
 
 class PriorityClass(_PriorityClass, metaclass=_PriorityClassEnumTypeWrapper):
-    """Closed. Served in this order."""
+    """Closed enumeration. Classes are served in this order."""
 
 PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ValueType  # 0
 """DEFAULT"""
@@ -111,15 +111,15 @@ class Member(_message.Message):
     STANDING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
-    """Grows with every start of the worker's process; a message of an earlier life is refused."""
+    """Increases with every start of the worker's process; messages of an earlier incarnation are refused."""
     address: _builtins.str
     """host:port of its WorkerService."""
     first_layer: _builtins.int
     last_layer: _builtins.int
     draining: _builtins.bool
-    """Finishes what it has, takes nothing new."""
+    """It finishes its requests and accepts no new ones."""
     data_address: _builtins.str
-    """host:port of its data plane's rendezvous, as the other members reach it."""
+    """host:port at which the other members reach its rendezvous for links."""
     standing: Global___Standing.ValueType
     """Absent: serving."""
     def __init__(
@@ -153,7 +153,7 @@ class Group(_message.Message):
     group_id: _builtins.str
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """In stage order. The first is the leader, which schedules for the group."""
+        """In stage order. The first member is the leader, which schedules for the group."""
 
     def __init__(
         self,
@@ -178,10 +178,10 @@ class Layout(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Grows by one with every plan."""
+    """Increases by one with every plan."""
     layer_count: _builtins.int
     reason: _builtins.str
-    """Why this layout follows the one before."""
+    """The reason for this change of the layout."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]: ...
     def __init__(
@@ -202,8 +202,8 @@ Global___Layout: _TypeAlias = Layout  # noqa: Y015
 
 @_typing.final
 class Place(_message.Message):
-    """What an instance says of its own part in the layout: since this epoch it has been in that group. Alone after its
-    group was lost, it may hold some layers only. Addresses are left out.
+    """An instance's report of its own place in the layout: it has been in this group since this epoch. If it is alone after
+    its group was lost, it may hold only some layers. Addresses are omitted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -316,50 +316,50 @@ class LoadReport(_message.Message):
     prompt_tokens_total: _builtins.int
     generation_tokens_total: _builtins.int
     step_age_s: _builtins.float
-    """Since the engine last completed a step or was idle."""
+    """Seconds since the engine last completed a step or was idle."""
     draining: _builtins.bool
     newest_epoch: _builtins.int
-    """The highest epoch of a transition that the instance has heard of: it takes part in no lower one."""
+    """The highest epoch of a transition that the instance has received; it refuses transitions of lower epochs."""
     kept_block_count: _builtins.int
-    """Of the blocks that are free, so many are for no newcomer while anything runs."""
+    """Free blocks that are not given to a new request while any request runs."""
     prompt_token_count: _builtins.int
-    """Of prompts that run or wait, tokens that no batch has taken yet; a long prompt counts as one full batch."""
+    """Uncomputed tokens of running and waiting prompts; each prompt counts at most one full batch."""
     max_prompt_token_count: _builtins.int
-    """From so many on nobody is let in. 0: however many."""
+    """No request is admitted while prompt_token_count exceeds this. 0: no limit."""
     spare_block_count: _builtins.int
-    """Of a leader whose group before dissolves: blocks that this group keeps to grow into. They count as used by its
-    members, and nobody wants them.
+    """From a leader whose previous group drains: blocks that the draining group keeps in reserve. They count as used on its
+    members, although no request needs them.
     """
     offline_block_count: _builtins.int
-    """All counts above but totals of steps are those of online work. Offline work: requests of class batch."""
+    """All counts above, except totals of steps, are for online requests. Offline requests have class batch."""
     offline_running_count: _builtins.int
     offline_waiting_count: _builtins.int
     offline_wanted_tokens: _builtins.int
-    """Prompt tokens of more offline requests that the instance could begin."""
+    """Prompt tokens of additional offline requests that the instance could start."""
     offline_tokens_total: _builtins.int
     offline_yields_total: _builtins.int
     offline_lost_tokens_total: _builtins.int
-    """Computed for offline requests that gave way, and computed anew."""
+    """Tokens of preempted offline requests that had to be recomputed."""
     parked: _builtins.bool
-    """It serves nobody until it is woken."""
+    """It is parked and serves no requests until it is woken."""
     wake_s: _builtins.float
-    """Seconds that waking takes, as measured lately or estimated. 0: it cannot be parked."""
+    """Seconds that waking takes, measured or estimated. 0: it cannot be parked."""
     retained_block_count: _builtins.int
-    """Free blocks whose KV is kept for prompts that begin so. They are given up before anything else."""
+    """Blocks retained in the prefix cache. They count as free and are evicted first."""
     prefix_queries_total: _builtins.int
-    """Of requests let in for the first time: their tokens, and those of them whose KV was there."""
+    """Tokens of requests when they are first admitted, and those of them found in the prefix cache."""
     prefix_hits_total: _builtins.int
     uncomputed_token_count: _builtins.int
-    """Tokens of prompts that run or wait, in no batch yet, that are to be computed."""
+    """Uncomputed tokens of running and waiting prompts."""
     prefixes_kept_s: _builtins.float
-    """KV of prompts that was used within so many seconds is still there."""
+    """Prefixes that were used within this many past seconds are still cached."""
     longest_token_count: _builtins.int
-    """Tokens of the longest online request that runs, and what it may come to."""
+    """Tokens of the longest running online request, and the maximum that it may reach."""
     longest_limit_tokens: _builtins.int
     busiest_caller_count: _builtins.int
-    """Online requests that run, of the caller that has the most of them."""
+    """Running online requests of the caller with the most."""
     host_block_count: _builtins.int
-    """Blocks of host memory with copies of what is retained, or was; and tokens of prefix_hits_total that came from there."""
+    """Host memory blocks with copies of retained or evicted blocks; and tokens of prefix_hits_total found there."""
     prefix_host_hits_total: _builtins.int
     @_builtins.property
     def memory(self) -> Global___MemoryReport: ...
@@ -415,9 +415,7 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class CostModel(_message.Message):
-    """What a worker serves. Equal on all workers of a cluster.
-    What a batch costs an instance, as it has learnt from its own steps. Seconds; see ballast.common.cost.
-    """
+    """Cost of a batch on an instance, learnt from its own steps, in seconds. See ballast.common.cost."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -437,7 +435,7 @@ class CostModel(_message.Message):
     many_s: _builtins.float
     beyond_s: _builtins.float
     knee_tokens: _builtins.int
-    """Tokens of a batch above which each takes beyond_s more."""
+    """Number of tokens of a batch above which each further one takes beyond_s more."""
     def __init__(
         self,
         *,
@@ -466,7 +464,7 @@ class Pace(_message.Message):
     LAYER_COUNT_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     layer_count: _builtins.int
-    """Which the instance executes."""
+    """Layers that the instance executes."""
     max_batch_tokens: _builtins.int
     @_builtins.property
     def cost(self) -> Global___CostModel: ...
@@ -487,7 +485,7 @@ Global___Pace: _TypeAlias = Pace  # noqa: Y015
 
 @_typing.final
 class LongDemand(_message.Message):
-    """Requests that wait for a group which holds them: no instance does alone."""
+    """Requests that exceed every instance and wait for a group that can hold them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,10 +495,10 @@ class LongDemand(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     count: _builtins.int
     need_tokens: _builtins.int
-    """Of the one that needs most: with what its answer may still grow by, and what is to be computed of it."""
+    """For the request that needs most: its tokens with the expected answer, and the part that has to be computed."""
     prompt_tokens: _builtins.int
     wait_s: _builtins.float
-    """Of the first."""
+    """Wait of the first request."""
     def __init__(
         self,
         *,
@@ -519,7 +517,7 @@ Global___LongDemand: _TypeAlias = LongDemand  # noqa: Y015
 
 @_typing.final
 class Traffic(_message.Message):
-    """What clients have asked of dispatchers lately."""
+    """Recent traffic of dispatchers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -545,37 +543,39 @@ class Traffic(_message.Message):
     queued_count: _builtins.int
     queued_tokens: _builtins.int
     recent_count: _builtins.int
-    """Requests that came in the last ten seconds."""
+    """Arrivals in the last ten seconds."""
     minute_count: _builtins.int
-    """Requests that came in the last minute, and their prompt tokens."""
+    """Arrivals in the last minute, and their prompt tokens."""
     minute_tokens: _builtins.int
     calm_per_s: _builtins.float
-    """Requests: the median of spans of ten seconds in the last five minutes."""
+    """Arrival rate: the median over spans of ten seconds in the last five minutes."""
     ended_count: _builtins.int
     """Answers that ended in the last five minutes, and their tokens."""
     ended_tokens: _builtins.int
     open_tokens: _builtins.int
     """Tokens so far of answers that have not ended."""
     known_s: _builtins.float
-    """For so long it has been counted, at most five minutes."""
+    """Seconds for which traffic has been counted, at most five minutes."""
     later_count: _builtins.int
-    """Tokens ever after the first ones, and what these took, each from the one before."""
+    """Number of tokens after the first ones, since the start, and the sum of the times between tokens."""
     later_s: _builtins.float
     oldest_wait_s: _builtins.float
-    """Of the requests that have had no token yet, wherever they are."""
+    """Maximum wait of requests without a token, in the backlog or on workers."""
     burst_since_s: _builtins.float
-    """Bursts of the last five minutes, while one is on or has just ended; all 0: not known. Since the last one began; how
-    long they last; requests in a second of one.
+    """Bursts of the last five minutes, if one is in progress or has just ended; all 0: not known. Seconds since the latest
+    burst began; typical duration; arrival rate within a burst.
     """
     burst_s: _builtins.float
     burst_per_s: _builtins.float
     @_builtins.property
     def first_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that have ever had a first token, by classes of their wait a quarter apart, the first up to 20 ms."""
+        """Histogram, since the start, of the times to first token. The first bucket is up to 20 ms; bounds increase by a quarter."""
 
     @_builtins.property
     def prompt_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that came in the last minute, by classes of their prompt's tokens a quarter apart, the first up to 16."""
+        """Histogram of the prompt lengths of the last minute's arrivals, in tokens. The first bucket is up to 16; bounds
+        increase by a quarter.
+        """
 
     @_builtins.property
     def long(self) -> Global___LongDemand: ...
@@ -612,6 +612,8 @@ Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
+    """The served model; the same on all workers of a cluster."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -641,23 +643,23 @@ class ModelInfo(_message.Message):
     kv_bytes_per_token: _builtins.int
     other_parameter_bytes: _builtins.int
     block_bytes: _builtins.int
-    """One KV block in one layer."""
+    """Size of one KV block in one layer."""
     extent_bytes: _builtins.int
     tensor_parallel_size: _builtins.int
-    """Ranks of one instance, whose bytes are added up above. Absent: 1."""
+    """Number of ranks of one instance; sizes above are sums over them. Absent: 1."""
     revision: _builtins.str
-    """A digest of the checkpoint; empty: the worker does not say."""
+    """Digest of the checkpoint; empty: unknown."""
     kv_cache_dtype: _builtins.str
     """Number format of KV. Empty: that of `dtype`."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def layer_parameter_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What drop plans are made from."""
+        """Sizes for planning drops."""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
-        """By name, in this order."""
+        """Ordered by name."""
 
     def __init__(
         self,
@@ -692,16 +694,16 @@ Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):
-    """A LoRA adapter that is served beside the model."""
+    """A LoRA adapter that is served in addition to the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What requests call it by."""
+    """Its name in requests."""
     revision: _builtins.str
-    """A digest of its files."""
+    """Digest of its files."""
     def __init__(
         self,
         *,
@@ -718,7 +720,7 @@ Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is chosen. An absent field has the default of ballast.common.sampling."""
+    """Sampling parameters. Defaults of absent fields are in ballast.common.sampling."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -779,11 +781,11 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     skip_special_tokens: _builtins.bool
     logprobs: _builtins.int
-    """Number of alternatives beside the chosen token; absent: no logprobs."""
+    """Number of alternatives to return in addition to the chosen token; absent: no logprobs."""
     prompt_logprobs: _builtins.int
-    """Number of alternatives beside each token of the prompt; absent: no logprobs of the prompt."""
+    """Number of alternatives to return in addition to each prompt token; absent: no logprobs of the prompt."""
     adapter: _builtins.str
-    """The LoRA adapter that computes it; absent: none."""
+    """Name of the LoRA adapter to use; absent: none."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -794,17 +796,17 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:
-        """What the answer's text has to follow; absent: anything goes."""
+        """Constrains the answer's text; absent: unconstrained."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Never written, with or without a space before. Dispatchers make token ids of them."""
+        """Never generated, with or without a preceding space. Dispatchers convert them to token ids."""
 
     @_builtins.property
     def bad_words_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The answer consists of these alone; empty: of all."""
+        """The only tokens that the answer may contain; empty: all."""
 
     def __init__(
         self,
@@ -930,7 +932,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """The text that may be generated: from the first token, or from the end of a thought, to the end of the sequence."""
+    """Constrains the generated text, from the first token, or from the end of the reasoning, to the end of the sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -943,11 +945,11 @@ class Grammar(_message.Message):
     """A JSON schema; "{}" allows any JSON value."""
     regex: _builtins.str
     lark: _builtins.str
-    """In the dialect of Lark that llguidance reads."""
+    """Lark, in the dialect of llguidance."""
     thought_end: _builtins.str
-    """What ends a thought: up to it all is allowed. Empty: there is no thought."""
+    """Tag that ends the reasoning, before which the text is unconstrained. Empty: there is no reasoning."""
     thought_begin: _builtins.str
-    """What begins a thought that need not be there. Empty: the prompt has begun it."""
+    """Tag that begins optional reasoning. Empty: the prompt has begun it."""
     def __init__(
         self,
         *,
@@ -977,7 +979,7 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     logprob: _builtins.float
     token: _builtins.bytes
-    """What it stands for; may be part of a UTF-8 character. Told to clients, left out between worker and dispatcher."""
+    """Its bytes, which may be part of a UTF-8 character. Set for clients; omitted between worker and dispatcher."""
     def __init__(
         self,
         *,
@@ -1006,12 +1008,12 @@ class Logprobs(_message.Message):
     def chosen(self) -> Global___TokenLogprob: ...
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """Best first."""
+        """Most likely first."""
 
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
-        """Of the first generated token, if asked for: the logprobs of all tokens of the prompt. The first of them has nothing
-        before it: 0, and no others.
+        """With the first generated token, if requested: the logprobs of all prompt tokens. The first one, without a preceding
+        token, has logprob 0 and no alternatives.
         """
 
     def __init__(

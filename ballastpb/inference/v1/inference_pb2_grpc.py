@@ -95,39 +95,39 @@ class InferenceServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates tokens for one prompt. Responses come in token order; the last one carries finish_reason, after it the
-        stream ends with OK. A stream that cannot be completed ends with an error status (google.rpc details attached)
-        and never with a finish_reason. When the caller goes away the request is cancelled and its KV freed.
-        The gRPC deadline of the call, if there is one, is the deadline of the request.
+        """Generates tokens for one prompt. Responses are in token order; the last one has a finish_reason, and then the
+        stream ends with OK. A stream that cannot be completed ends with an error status (with google.rpc details) and
+        without a finish_reason. If the caller disconnects, the request is cancelled and its KV freed.
+        The gRPC deadline of the call, if any, is the deadline of the request.
 
-        INVALID_ARGUMENT with BadRequest: fix it. RESOURCE_EXHAUSTED with RetryInfo: back off as told.
+        INVALID_ARGUMENT with BadRequest: the request is invalid. RESOURCE_EXHAUSTED with RetryInfo: retry after the delay.
         ALREADY_EXISTS: a request with this id is being served. UNAVAILABLE: draining, or no worker; try another
-        dispatcher. DEADLINE_EXCEEDED / CANCELLED: as they say.
+        dispatcher. DEADLINE_EXCEEDED, CANCELLED: the usual meaning.
 
-        When a dispatcher is gone (UNAVAILABLE without details, or ErrorInfo with gone = 1), whoever sent a Resumption
-        sends the request again to any dispatcher, with the next attempt and with what has come of the answer, and gets
-        what follows: no token is lost or repeated.
+        If a dispatcher fails (UNAVAILABLE without details, or ErrorInfo with gone = 1), a client that sent a Resumption can
+        send the request to any dispatcher again, with the next attempt number and the answer so far. The new stream
+        continues after it: no token is lost or repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a request by id. Idempotent: an unknown id is answered with found = false.
+        """Cancels a request by id. Idempotent: returns found = false for an unknown id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Token ids of a text or of a conversation, with the model's own tokenizer and chat template.
+        """Returns the token ids of a text or a conversation, with the model's own tokenizer and chat template.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of token ids.
+        """Returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,45 +140,45 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The cluster as this dispatcher sees it: layout, load and memory of each worker, its own backlog.
+        """Returns the cluster's state as known to this dispatcher: layout, load and memory of each worker, its own backlog.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeRequest(self, request, context):
-        """What has become of a request: one that is being served, or one of the last that ended here. NOT_FOUND: this
-        dispatcher does not know it, or does not remember it any more. Never says anything of prompt or answer.
+        """Returns the history of a running request, or of one that has ended recently. NOT_FOUND: this dispatcher does not
+        know it, or no longer. The response never contains prompt or answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListEnded(self, request, context):
-        """When requests came and how long they were, of those that have ended here since a number: for `ballast record`.
-        Never says anything of prompt or answer, nor who sent them.
+        """Lists arrivals and lengths of requests that have ended at this dispatcher since a given number, for `ballast
+        record`. The response never contains prompts, answers or callers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking requests, lets running ones finish. Returns at once.
+        """Stops accepting requests; running ones finish. Returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Takes a Drain back: requests are taken again. UNAVAILABLE: this dispatcher is shutting down.
+        """Reverses Drain: requests are accepted again. UNAVAILABLE: this dispatcher is shutting down.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes a worker out of routing at all dispatchers; what runs there finishes. Passed on to the active planner, so
-        that operators need to reach a dispatcher only. NOT_FOUND: no such worker. UNAVAILABLE: no planner answers.
+        """Takes a worker out of routing at all dispatchers; its running requests finish. Forwarded to the active planner, so
+        that operators only need to reach a dispatcher. NOT_FOUND: no such worker. UNAVAILABLE: no planner responds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

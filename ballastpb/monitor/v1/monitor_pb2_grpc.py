@@ -55,17 +55,16 @@ class MonitorServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Report(self, request_iterator, context):
-        """Load reports of one worker: Announce first, then a LoadReport every report interval. The stream is also the
-        heartbeat: silence for longer than the lease means lost. The monitor answers each message with an Ack.
-        FAILED_PRECONDITION with ErrorInfo: this monitor is not the active one, or the incarnation is an old one.
+        """Load reports of one worker: first Announce, then a LoadReport in every report interval. The stream is also the
+        heartbeat: a worker that is silent for longer than the lease counts as lost. The monitor responds to each message.
+        FAILED_PRECONDITION with ErrorInfo: this monitor is not the active one, or the incarnation is old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """What has happened to the cluster, from now on; begins with one InstanceUp for each instance that is there, then a
-        SnapshotEnd. The planner listens.
+        """Streams events of the cluster to the planner. Begins with an InstanceUp for each live instance and a SnapshotEnd.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -91,23 +91,23 @@ class PlannerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLayout(self, request, context):
-        """The current layout, then each following one. A slow reader may miss epochs, never the latest.
+        """Streams the current layout, then each new one. A slow reader may miss epochs, but never the latest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes an instance out of routing: running requests finish. NOT_FOUND: no such worker.
+        """Takes an instance out of routing; its running requests finish. NOT_FOUND: no such worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ParkWorker(self, request, context):
-        """Takes an instance out of service for a while, or back into it; its process lives on. An instance that is parked gets
-        no requests, gives those that it has to others, and then its device memory back. Returns once the layout says so.
-        FAILED_PRECONDITION: it drains, is in a group, cannot be parked, or nobody else would serve.
+        """Park an instance, or wake it. A parked instance gets no requests, migrates its running ones to others, and then
+        releases its device memory; its process keeps running. Both return once the layout has the new standing.
+        FAILED_PRECONDITION: the instance is draining, in a group, cannot be parked, or is the last one that serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,14 +120,14 @@ class PlannerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPlan(self, request, context):
-        """What would be done now, and why; changes nothing.
+        """Returns what the planner would do now, and why; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Drops parameters now. FAILED_PRECONDITION: a transition is under way. Returns once the plan is journaled.
+        """Drops parameters now. Returns once the plan is in the journal. FAILED_PRECONDITION: another transition is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ class PlannerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTransitions(self, request, context):
-        """The transition under way, if there is one, and the last ones that ended, newest first.
+        """Lists the running transition, if any, and the latest ones that have ended, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

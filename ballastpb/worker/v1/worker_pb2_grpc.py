@@ -95,14 +95,14 @@ class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """The one stream between a dispatcher and a worker. The dispatcher opens it and sends Hello first; the worker
-        answers Welcome, then one StepOutput for each engine step that concerns this dispatcher, and a LoadReport in each.
-        Order is kept in both directions. When the stream ends in any way the worker drops all requests that came over
-        it and frees their KV; the dispatcher replays them elsewhere.
+        """The only stream between a dispatcher and a worker. The dispatcher opens it and first sends Hello. The worker sends
+        Welcome, then a StepOutput with a LoadReport for each engine step that concerns this dispatcher. Messages are
+        ordered in both directions. When the stream ends for any reason, the worker drops all requests submitted over it
+        and frees their KV; the dispatcher replays them elsewhere.
 
-        FAILED_PRECONDITION: Hello names another incarnation. UNAVAILABLE: another worker answers at this address.
-        A draining worker answers Welcome all the same: its load says that it drains, it refuses each new request
-        (Ending.refused), and takes those that a transition moves to it (Submit.expects_handover).
+        FAILED_PRECONDITION: Hello has another incarnation. UNAVAILABLE: another worker listens at this address.
+        A draining worker also sends Welcome, with a load report that says so. It refuses each new request
+        (Ending.refused), but accepts requests that a transition moves to it (Submit.expects_handover).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,16 +115,16 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """First phase of a transition: validate, bring links up, compute memory; for a restore also pull the missing layers
-        while serving goes on. Returns at once; GetTransition tells how far it is. Idempotent by epoch; nothing that was
-        there before is disturbed. FAILED_PRECONDITION (StaleEpoch): the epoch is an old one, or another is in progress.
+        """First phase of a transition: validates the plan, connects links and computes the memory; for a restore also loads
+        the missing layers, while serving continues. Returns at once; GetTransition returns the progress. Idempotent by
+        epoch; serving is not affected. FAILED_PRECONDITION (StaleEpoch): the epoch is old, or another one is in progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Second phase: the new layout is taken up at the next step boundary; from here on only forward. Returns at once.
+        """Second phase: the new layout takes effect at the next step boundary. There is no rollback after it. Returns at once.
         FAILED_PRECONDITION: not prepared, or a stale epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -132,8 +132,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Takes a prepared transition back; memory and requests are as if it had never been. After Commit it changes nothing, but
-        for a restore: what still runs in the group that dissolves goes to a member now.
+        """Rolls a prepared transition back; memory and requests are as before it. After Commit it has no effect, except in a
+        restore: the remaining requests of the dissolving group are moved to members at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,40 +146,41 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Moves running requests from one group to another while they run; told to all members. Returns at once. The source's
-        leader chooses them, and stops at the budget or the end of its time; a later order takes the place of an earlier
-        one between the two.
-        FAILED_PRECONDITION: another life of this worker is meant, or the layout is an old one.
+        """Orders a live migration of running requests from one group to another; sent to all members of both. Returns at once.
+        The source's leader chooses the requests, and stops at the budget or the end of the time limit. A later order
+        replaces an earlier one between the same groups.
+        FAILED_PRECONDITION: another incarnation of this worker is meant, or the layout is old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NamePartners(self, request, context):
-        """Workers with which this one may soon share a group: links to them are made before they are needed, as far as there
-        is room, and closed when nobody has named them for a minute. Repeated every few seconds.
+        """Names workers with which this one may soon share a group. Links to them are created in advance, if memory for them
+        suffices, and closed when they have not been named for a minute. Repeated every few seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """What this worker's stage has done lately, and where its time has gone since the start.
+        """Returns the latest trace spans of this worker's stage, and the totals of its time since the start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes nothing new; running requests finish. Returns at once. The monitor tells the planner, which routes around.
+        """Stops accepting requests; running ones finish. Returns at once. The monitor notifies the planner, which takes the
+        worker out of routing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Park(self, request, context):
-        """Gives device memory back, if no request is here and no transition under way; or takes it again. Returns at once and
-        is repeated until the load report says that it is so. FAILED_PRECONDITION: another life of this worker is meant.
+        """Releases device memory, if the worker has no request and takes part in no transition; or allocates it again. Returns
+        at once, and is repeated until the load report confirms it. FAILED_PRECONDITION: another incarnation is meant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,11 +13,11 @@ from services.dispatcher.core.events import Facts
 from services.dispatcher.core.relay import GAP_BOUNDS_S
 
 _WORKER_GAUGES = (
-    ("ballast_worker_connected", "1 if this dispatcher has its stream to the worker, which leads a group"),
-    ("ballast_worker_placed_requests", "Requests that this dispatcher has on the worker"),
-    ("ballast_worker_running_requests", "Requests that run on the worker, those of other dispatchers too"),
-    ("ballast_worker_waiting_requests", "Requests that wait at the worker, those of other dispatchers too"),
-    ("ballast_worker_kv_usage_fraction", "Share of the worker's KV blocks that are not free, 0 to 1"),
+    ("ballast_worker_connected", "1 if this dispatcher has a stream to the worker, a group leader"),
+    ("ballast_worker_placed_requests", "Requests of this dispatcher on the worker"),
+    ("ballast_worker_running_requests", "Running requests on the worker, from all dispatchers"),
+    ("ballast_worker_waiting_requests", "Waiting requests at the worker, from all dispatchers"),
+    ("ballast_worker_kv_usage_fraction", "Fraction of the worker's KV blocks in use, 0 to 1"),
 )
 
 
@@ -29,8 +29,8 @@ class DispatcherMetrics(Collector):
         self._core = core
         self._queue_s = _histogram("queue_time", "Time a request waited in the backlog", TTFT_BUCKETS_S, registry)
         self._ttft_s = _histogram("ttft", "Time from a request's arrival to its first token", TTFT_BUCKETS_S, registry)
-        self._tpot_s = _histogram("tpot", "Mean time for each token after the first", GAP_BOUNDS_S, registry)
-        self._e2e_s = _histogram("e2e", "Time from a request's arrival to its ending", E2E_BUCKETS_S, registry)
+        self._tpot_s = _histogram("tpot", "Mean time per output token after the first", GAP_BOUNDS_S, registry)
+        self._e2e_s = _histogram("e2e", "Time from a request's arrival to its end", E2E_BUCKETS_S, registry)
         self._gap_s = _histogram("longest_gap", "Longest time between two tokens of a request", GAP_BOUNDS_S, registry)
         registry.register(self)
 
@@ -49,44 +49,48 @@ class DispatcherMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         core = self._core
         for name, text, value in (
-            ("ballast_backlog_requests", "Requests that wait here and that no worker has yet", len(core.backlog)),
+            ("ballast_backlog_requests", "Requests in the dispatcher's backlog", len(core.backlog)),
             ("ballast_backlog_tokens", "Prompt tokens of the requests in the backlog", core.backlog.token_count),
-            ("ballast_offline_requests_queued", "Offline requests that wait here for a worker to ask", len(core.feed)),
-            ("ballast_placed_requests", "Requests of this dispatcher on workers", core.fleet.placed_count),
+            ("ballast_offline_requests_queued", "Offline requests that wait at the dispatcher", len(core.feed)),
+            ("ballast_placed_requests", "Requests of this dispatcher placed on workers", core.fleet.placed_count),
         ):
             yield GaugeMetricFamily(name, text, value)
         for name, text, total in (
-            ("ballast_replays", "Times a request was started anew because its worker was lost", core.replay_count),
-            ("ballast_recalls", "Requests taken back from a full worker for one that had room", core.recall_count),
-            ("ballast_taken_over", "Requests that another dispatcher was serving before", core.taken_over_count),
+            ("ballast_replays", "Replays of requests whose worker was lost", core.replay_count),
+            ("ballast_recalls", "Requests recalled from a full worker because another one had room", core.recall_count),
+            ("ballast_taken_over", "Requests taken over from another dispatcher", core.taken_over_count),
             ("ballast_relayed_tokens", "Tokens of online answers received from workers", core.relay.token_count),
-            ("ballast_relayed_offline_tokens", "The same of offline requests", core.relay.offline_token_count),
+            (
+                "ballast_relayed_offline_tokens",
+                "Tokens of offline answers received from workers",
+                core.relay.offline_token_count,
+            ),
             (
                 "ballast_stale_messages",
-                "Words of workers about requests that had ended or left them",
+                "Messages of workers about requests that had ended or moved",
                 core.relay.stale_count,
             ),
         ):
             yield CounterMetricFamily(name, text, total)
-        text = "Requests handed over to another worker: at_once, after they had waited for the stream, or replayed"
+        text = "Requests moved to another worker: at_once, waited (for the stream to it), or replayed"
         moves = CounterMetricFamily("ballast_moves", text, labels=["how"])
         for how in ("at_once", "replayed", "waited"):
             moves.add_metric([how], core.move_counts[how])
         yield moves
-        text = "Requests that wait here, of the callers with the most: names of tokens, or addresses"
+        text = "Waiting requests by caller (name of the token, or address), for the callers with the most"
         callers = GaugeMetricFamily("ballast_backlog_caller_requests", text, labels=["caller"])
         for caller, count in core.backlog.most_of(_MOST_CALLERS):
             callers.add_metric([caller], count)
         yield callers
         bounds = [*map(str, GAP_BOUNDS_S), "+Inf"]
         buckets = list(zip(bounds, accumulate(core.relay.gap_counts), strict=True))
-        text = "Time from one token of a request to the next, of those that came apart"
+        text = "Time between consecutive tokens of a request that arrived in separate messages"
         yield HistogramMetricFamily("ballast_inter_token_seconds", text, buckets, core.relay.gap_total_s)
         yield self._collect_endings()
         yield from self._collect_workers()
 
     def _collect_endings(self) -> Metric:
-        text = "Requests by how they ended; refused: no room or draining, invalid: wrong in themselves"
+        text = "Requests by ending; refused: overload or draining, invalid: invalid request"
         endings = CounterMetricFamily("ballast_requests", text, labels=["ending"])
         counts = {**dict.fromkeys(_ENDINGS, 0), **self._core.endings, "invalid": self.invalid_count}
         for ending, count in sorted(counts.items()):

@@ -80,6 +80,7 @@ class Machine(_Strict):
     name: str  # name shown to people
     model: Outline
     memory_bytes: int = Field(ge=1)  # memory for parameters and KV, unless configured otherwise
+    gpu_memory_bytes: int = Field(default=0, ge=0)  # of one GPU, which determines limits per step; 0: unknown
     execution: Roofline | MeasuredCosts = Field(discriminator="kind")
     link_bytes_per_s: float = Field(gt=0)  # speed of the network cards, both directions together
     disk_bytes_per_s: float = Field(gt=0)

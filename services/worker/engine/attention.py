@@ -44,14 +44,14 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Decodes `[first, last)`, padded to the longest of them."""
+    """A bucket of decodes, `[first, last)`, padded to its longest context."""
 
     first: int
     last: int
     block_count: int  # blocks of each sequence, after padding
     planes: torch.Tensor  # the cache viewed as [2B, T*K*H]: first the keys of all blocks, then the values
     mask_S11C: torch.Tensor | None
-    unowned: torch.Tensor | None  # indices of gathered tokens past the sequences' ends, of K and V
+    unowned: torch.Tensor | None  # indices of the gathered K and V past the sequences' ends
 
 
 @dataclass(frozen=True, slots=True)

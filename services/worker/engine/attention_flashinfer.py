@@ -30,8 +30,8 @@ _LEAST_VERSION = (0, 7, 2)  # in older versions a plan's workspace grows with th
 
 
 class PlanCopy:
-    """Protects the host buffer from which a plan is copied to the device: the next plan overwrites it and must wait
-    until the copy has completed, or layers not yet executed would use the wrong plan. The copy has completed when the
+    """Protects the host buffer from which a plan is copied to the device. The next plan overwrites the buffer, so it
+    must wait for the copy; otherwise layers not yet executed would use the wrong plan. The copy has completed once the
     previous step has.
     """
 
@@ -103,7 +103,8 @@ class FlashInferAttention:
         self._heads = (head_count, kv_head_count, head_dim)
         self._device = device
         library = library or installed()
-        # Both share one workspace: it holds a launch's intermediate results, and launches run one after the other.
+        # Both share one workspace, which holds the intermediate results of one launch: launches run one after the
+        # other.
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._decodes = library.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True, backend=_KERNELS

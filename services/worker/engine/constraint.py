@@ -44,7 +44,7 @@ class GrammarState:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self.error = matcher_failure(
             self._matcher
-        )  # a failed matcher allows the end of the sequence and reports no error
+        )  # a failed matcher allows end-of-sequence tokens and reports no error
         return bits
 
     def add(self, token_id: int) -> None:

@@ -1,5 +1,5 @@
 """CUDA graphs of decode-only steps: all launches of a range of layers are recorded once for selected numbers of rows
-and replayed by a single call, whatever the contexts.
+and replayed by a single call, for contexts of any length.
 
 Parameters and KV keep their addresses through drops and restores, and so does everything else that a graph reads, so
 graphs stay valid: a range of layers is recorded when it is first executed and never again. Steps with chunks run
@@ -22,7 +22,7 @@ from services.worker.engine.implementation import StageModel
 from services.worker.engine.packing import PackedStep
 
 _MOST_ROWS = 512
-_MOST_RANGES = 4  # besides all layers: each recording takes some MiB of device memory
+_MOST_RANGES = 4  # in addition to all layers: a recording takes some MiB of device memory
 
 
 class Record(Protocol):
@@ -100,8 +100,9 @@ class DecodeGraphs:
                     raise ConfigError("enforce_eager", why) from error
 
     def run_layers(self, hidden_TD: torch.Tensor | None, step: PackedStep, layers: range) -> torch.Tensor | None:
-        """Run the layers as the model does, including the embedding if the first layer is among them. Returns None,
-        having run nothing, if no graph fits the step. The result of the last layer is overwritten by the next step.
+        """Run the layers as the model does, including the embedding if the first layer is among them. Returns None
+        without running anything if no graph fits the step. The result of the last layer is overwritten by the next
+        step.
         """
         rows = step.row_count
         if step.chunks or rows > self._sizes[-1] or not self._staged.fill(step):

@@ -34,7 +34,7 @@ class Description:
     layer_bytes: int  # all layers together
     other_bytes: int  # embedding, head
     kv_bytes_per_token: int  # over all layers, as stored
-    kv_needed_bytes_per_token: int  # KV bytes without the padding to slots of equal size for all layers
+    kv_needed_bytes_per_token: int  # KV bytes without padding all layers to slots of equal size
     windowed_layers: int
     attention: tuple[str, ...]  # deviations from plain attention in any layer
 

@@ -137,7 +137,7 @@ class Implementation(Protocol):
 
     @property
     def quantised(self) -> str | None:
-        """Number format of parameters kept quantised in memory, if any."""
+        """Number format of parameters that stay quantised in memory, if any."""
         ...
 
     @property
@@ -247,7 +247,7 @@ class BallastModel:
         return model, own_attention(device, self.config, self.dtype, kv_dtype, self.attention_backend)
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """No-op: tests compare these classes with `transformers`."""
+        """No-op, since tests compare these classes with `transformers`."""
 
     @property
     def _layout(self) -> ParameterLayout:

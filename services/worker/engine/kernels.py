@@ -1,9 +1,9 @@
 """Bounds oneDNN's caches of compiled matrix products.
 
-oneDNN compiles a product for each number of rows and caches it: 0.6 MiB each whatever the sizes, most of it two
+oneDNN compiles a product for each number of rows and caches it: 0.6 MiB each regardless of the sizes, most of it two
 descriptors of 260 KB. Its cache has 1024 entries, two per product, and torch caches up to 1024 more descriptors. As
 batches can have any number of rows, a worker would grow by some 580 MiB until both caches are full. Compiling takes 0.5
-to 1.3 ms. So the caches are made smaller, and batches are padded to fewer distinct numbers of rows.
+to 1.3 ms. Therefore the caches are made smaller, and batches are padded to fewer distinct numbers of rows.
 """
 
 import os
@@ -18,7 +18,7 @@ _STEPS_PER_OCTAVE = 16
 
 
 def bound_kernel_caches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Bound this process's caches; no effect after the first product. Values set by the operator are kept."""
+    """Bound this process's caches; no effect after the first product. Values set by the operator stay."""
     if not {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"} & environ.keys():
         environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(_PRODUCTS * _ENTRIES_PER_PRODUCT)
     environ.setdefault("LRU_CACHE_CAPACITY", str(_DESCRIPTORS))

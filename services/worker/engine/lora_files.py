@@ -23,7 +23,7 @@ Linears = Mapping[str, tuple[int, int]]  # linear modules in a model's layers: n
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _FOLLOWED = {"peft_type", "r", "lora_alpha", "use_rslora"}
-# Keys about training, or redundant with the tensors.
+# Keys that concern only training, or that repeat facts of the tensors.
 _SAYING_NOTHING = {
     "auto_mapping",
     "base_model_name_or_path",

@@ -42,7 +42,7 @@ class RankShare:
 class PackedParameter:
     packing: Packing
     sources: Sequence[Placed]
-    multiplied: bool = False  # True: without dequantising, see `scaled_products`
+    multiplied: bool = False  # True: products use it without dequantising it, see `scaled_products`
     share: RankShare | None = None  # None: the whole parameter
 
     def fill(self, name: str, stored: Mapping[str, torch.Tensor], matrices: Mapping[str, QuantisedMatrix]) -> None:
@@ -92,7 +92,9 @@ def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedP
 def shares_of(
     parameters: Mapping[str, PackedParameter], cuts: Mapping[str, RankCut], division: Division
 ) -> dict[str, PackedParameter]:
-    """A rank's shares of the parameters in `cuts`, and all others whole; those that cannot be divided are left out."""
+    """Parameters as one rank holds them: its shares of those in `cuts`, and all others whole. Parameters in `cuts` that
+    cannot be divided are left out.
+    """
     found = {n: divided(p, cuts[n], division) if n in cuts else p for n, p in parameters.items()}
     return {name: parameter for name, parameter in found.items() if parameter is not None}
 

@@ -8,7 +8,7 @@ from services.worker.core.batch import NewSequence
 
 
 class TokenHistory:
-    """Token counts of a penalised sequence, kept while it runs."""
+    """Token counts of a penalised sequence, stored while it runs."""
 
     def __init__(self, new: NewSequence, device: torch.device) -> None:
         self._sampling = new.sampling

@@ -48,7 +48,7 @@ class CudaMeter:
 
 
 def blocks_needed(largest: Largest, block_tokens: int, longest: int) -> int:
-    """Number of blocks for the rehearsal. Sequences may share them, as their contents do not matter."""
+    """Number of blocks for the rehearsal. Sequences may share blocks, since their contents do not matter."""
     return -(-min(largest.tokens, longest) // block_tokens)
 
 

@@ -251,7 +251,7 @@ class ModelRunner:
         )
 
     def forget_all(self) -> None:
-        """Remove all sequences: another leader, whose batches follow, adds its own."""
+        """Remove all sequences, because the batches that follow come from another leader, which adds its own."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)

@@ -70,7 +70,7 @@ def find_best(
     row_stride,
     vocabulary,
     TILE: tl.constexpr,
-    LEAST: tl.constexpr,  # minimum number of candidates collected for a filtered row, if there are as many
+    LEAST: tl.constexpr,  # minimum number of candidates collected for a filtered row, if the vocabulary has as many
     ROOM: tl.constexpr,
 ):
     """Argmax of each row and, for filtered rows, candidates among the best tokens."""

@@ -297,7 +297,7 @@ class TransformersModel:
 
     @property
     def quantised(self) -> str | None:
-        """Number formats of parameters kept quantised in memory, if any."""
+        """Number formats of parameters that stay quantised in memory, if any."""
         numbers = {str(parameter.packing.number) for parameter in self._packed.values()}
         return ", ".join(sorted(numbers)) or None
 

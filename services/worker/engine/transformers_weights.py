@@ -124,7 +124,7 @@ class TransformersCheckpoint:
         self._files: dict[Path, Any] = {}
         self._mapping: list[Any] = get_model_conversion_mapping(model)
         if whole != text and get_checkpoint_conversion_mapping(text) is None:
-            ours = get_checkpoint_conversion_mapping(str(whole)) or []  # its decoder shares some of these
+            ours = get_checkpoint_conversion_mapping(str(whole)) or []  # some apply to its decoder, too
             self._mapping += [one for one in ours if not any(map(_OF_THE_WHOLE.match, one.source_patterns))]
         self._plan = model._get_dtype_plan(dtype)
         self._packed, self._cut = packed or {}, cut
@@ -207,8 +207,8 @@ class TransformersCheckpoint:
             raise ConfigError(f"{self._model_dir}: {name}", _NOT_THERE)
 
     def _sources_of(self, name: str, left: Iterable[str]) -> list[str]:
-        """Checkpoint tensors of a model tensor, or of the one it is tied to; empty for a tensor that is made of a split
-        checkpoint tensor and is not its first part.
+        """Checkpoint tensors of a model tensor, or of the tensor that it is tied to. A split checkpoint tensor is
+        listed only for the first tensor made from it; the list is empty for the others.
         """
         if (found := self._sources.get(name)) is not None:
             self._require_tied(name, found)
@@ -216,7 +216,7 @@ class TransformersCheckpoint:
         for alias in self._aliases(name):
             if (found := self._sources.get(alias)) is not None:
                 return found
-        # A checkpoint tensor that is split is listed under the first of its parts.
+        # A split checkpoint tensor is listed only for the first tensor made from it.
         return []
 
     def _aliases(self, name: str) -> list[str]:

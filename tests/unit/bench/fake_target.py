@@ -10,7 +10,9 @@ from tools.bench.records import StatusSample
 
 @dataclass
 class TimerTarget:
-    """First token after `first_s`, each later one after `token_s`. `failures`: request index -> error raised."""
+    """The first token arrives after `first_s`, each later one after another `token_s`. `failures`: request index ->
+    error raised.
+    """
 
     first_s: float = 0.0
     token_s: float = 0.0

@@ -156,7 +156,9 @@ CONTESTANTS: dict[str, tuple[str, dict[str, str], float]] = {
 
 
 def late_run(policy: str, extra_s: float, seed: int) -> ReplayRun:
-    """`bursty_run` (drop: `dropped_run`) in which waits reach `extra_s` at the peak, and tokens slow down with it."""
+    """`bursty_run` (for drop: `dropped_run`) in which waits reach `extra_s` at the peak, and token times grow with
+    them.
+    """
     run = dropped_run() if policy == "drop" else bursty_run()
     rng = random.Random(seed)
     for made in run.records:

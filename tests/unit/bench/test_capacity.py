@@ -5,7 +5,7 @@ from tools.bench.plot import settled_capacity
 from tools.bench.results import policy_result
 
 
-def test_what_a_leader_counts_on_while_layers_go_is_not_the_capacity() -> None:
+def test_samples_during_transitions_are_left_out() -> None:
     """Samples during the drop (26.8 to 28.3 s) and the restore (51.8 to 53.3 s) are left out."""
     run = dropped_run()
     dip = [26.8 <= s.at_s <= 28.3 for s in run.samples]

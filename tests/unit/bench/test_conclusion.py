@@ -14,8 +14,8 @@ def policy(
 ) -> PolicyResult:
     """A result whose KV demand is `demand` times the capacity in half of the samples and low in the others.
 
-    `late`: fraction of requests that wait a minute for their first token. `tpot_s`: median TPOT if `dropped`, else
-    0.05.
+    `late`: fraction of requests that wait a minute for their first token. `tpot_s`: median TPOT if `dropped`; otherwise
+    it is 0.05.
     """
     at_s = [0.5 * index for index in range(21)]
     series = template.series.model_copy(
@@ -68,7 +68,9 @@ def test_a_drop_that_helps(template: BenchResult) -> None:
 
 
 def test_a_drop_that_harms(template: BenchResult) -> None:
-    """Compute-bound: more KV cache does not shorten the waits, and a pipeline wastes part of the GPUs' time."""
+    """The load is compute-bound: more KV cache does not shorten the waits, and a pipeline wastes part of the GPUs'
+    time.
+    """
     base = next(iter(template.policies.values()))
     config = template.config.model_copy(update={"cluster": {"prompt_share": 0.93}})
     drop = policy(base, p99_s=5.0, dropped=True, late=0.3)
@@ -114,7 +116,7 @@ def test_the_goal_is_the_users(template: BenchResult) -> None:
         ({"max_num_seqs": 64}, {"running_count": [90] * 21, "kv_used_bytes": [60] * 21}, "What is short is memory."),
     ],
 )
-def test_what_is_short(
+def test_the_scarce_resource_is_named(
     template: BenchResult, cluster: dict[str, object], series: dict[str, list[int]], short: str
 ) -> None:
     """For a cluster that is too small, the conclusion names the resource that is short."""

@@ -70,7 +70,7 @@ def test_memory_holds_eight_mean_requests_each_and_more_when_parameters_are_drop
     assert memory.dropped_tokens == memory.undropped_tokens + 48_000_000 // 4096
 
 
-def test_demand_is_what_requests_hold_while_they_live() -> None:
+def test_demand_is_the_kv_of_active_requests() -> None:
     demand = forecast([TraceRequest(0.0, 100, 100), TraceRequest(2.0, 1, 1)], 0.01)
     assert demand.peak_tokens == pytest.approx(200, abs=15)
     assert demand.mean_tokens == pytest.approx(75, abs=10)  # the first request is active for one of the two seconds
@@ -126,7 +126,7 @@ def test_right_answers_pass_and_a_wrong_token_does_not(tmp_path: Path, capsys: p
     assert '"differing_tokens": 1' in capsys.readouterr().out
 
 
-def test_only_what_rounding_decides_is_excused() -> None:
+def test_only_differences_by_rounding_are_excused() -> None:
     exact_TV = torch.zeros(3, 8, dtype=torch.float64)
     exact_TV[:, 3], exact_TV[:, 4] = 1.0, 1.0 - 4e-5
     noise_T = torch.tensor([1e-5, 5e-5, 3e-5], dtype=torch.float64)

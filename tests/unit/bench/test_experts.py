@@ -1,4 +1,6 @@
-"""On GPUs with fast memory, decodes of MoE models cost more than prompts; a drop must serve these models as well."""
+"""On GPUs with fast memory, MoE models spend more time on decodes than on prompts; a drop must help these models,
+too.
+"""
 
 import pytest
 

@@ -17,14 +17,14 @@ from tools.bench.traces import read_trace
 SHIPPED = Path(__file__).parents[3] / "benchmarks" / "traces" / "bursty.csv"
 
 
-def test_the_shipped_trace_is_what_the_generator_makes() -> None:
+def test_the_shipped_trace_is_generated() -> None:
     trace = read_trace(SHIPPED)
     assert trace.requests == generate()
     assert len(trace.requests) >= 300
     assert 60 <= trace.span_s <= 90
 
 
-def test_the_demo_trace_is_what_the_generator_makes() -> None:
+def test_the_demo_trace_is_generated() -> None:
     trace = read_trace(SHIPPED.with_name("answers.csv"))
     assert trace.requests == generate(KINDS["answers"])
     assert sum(r.output_tokens for r in trace.requests) > 2 * sum(r.input_tokens for r in trace.requests)

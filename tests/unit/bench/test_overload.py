@@ -58,7 +58,7 @@ def test_lists_of_contestants_are_understood(words: tuple[str, ...]) -> None:
     assert len({json.dumps([spec.policy, dict(spec.knobs)]) for spec in specs}) == len(words)
 
 
-def test_it_says_how_long_it_takes_and_fits_into_what_is_given(
+def test_the_duration_is_estimated_and_fits_into_the_given_minutes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "overload", "--out", str(tmp_path / "o"), "--workloads", "burst,extreme:answers", "--plan-only"]
@@ -78,7 +78,7 @@ def test_it_says_how_long_it_takes_and_fits_into_what_is_given(
     assert main([*command, "--workers", "2,2"]) == 2
 
 
-def test_a_span_is_what_the_minutes_leave() -> None:
+def test_a_span_follows_from_the_given_minutes() -> None:
     unit = Timetable(2, {"a": 1.0, "b": 2.0}, ["x", "y"], 3, probe_s=5.0)
     span_s = span_within([unit], 25.0)
     made = Timetable(2, {"a": span_s, "b": 2 * span_s}, ["x", "y"], 3, probe_s=5.0)
@@ -101,7 +101,7 @@ def test_wrong_policies_are_named(text: str, what: str) -> None:
         parse_policies(text)
 
 
-def test_runs_are_interleaved_and_everyone_begins_once() -> None:
+def test_runs_are_interleaved_and_every_policy_goes_first_once() -> None:
     workloads = parse_workloads("burst,answers", seed=0)
     specs = parse_policies("recompute,drop,recompute:watermark=0.1")
     runs = order_of(workloads, specs, 3)
@@ -129,7 +129,7 @@ def arguments(model: Path, **changes: object) -> ComparisonArguments:
     return arguments_of(read_info(model), **{**given, **changes})  # pyright: ignore[reportArgumentType] -- any argument
 
 
-def test_settings_are_those_that_services_ship_with_but_for_what_is_given(tmp_path: Path) -> None:
+def test_settings_are_the_services_defaults_except_for_given_ones(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "m")
     assert arguments(model, settings={}).settings == {}
     (given,) = arguments(model).settings
@@ -293,7 +293,7 @@ def test_a_workload_that_has_changed_is_refused(tmp_path: Path) -> None:
         asyncio.run(comparison._prepare(Workload("burst", "other.csv", workload.trace, workload.trace)))
 
 
-def test_time_left_follows_what_runs_really_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_follows_real_durations(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("tools.bench.progress.time.monotonic", lambda: now_s[0])
     with ComparisonDisplay(open_console(), [10.0, 10.0, 10.0]) as display:

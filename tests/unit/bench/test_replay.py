@@ -89,7 +89,7 @@ def test_tokens_are_recorded_on_demand() -> None:
     assert len(record.prompt_token_ids) == 30
 
 
-def test_stop_keeps_what_was_seen_and_cancels_what_runs() -> None:
+def test_stop_preserves_records_and_cancels_running_requests() -> None:
     target = TimerTarget(first_s=0.01, token_s=0.05)
     trace = trace_of((0.0, 1, 2), (0.0, 1, 10_000), (60.0, 1, 1))
 

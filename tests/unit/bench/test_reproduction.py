@@ -30,12 +30,12 @@ def line(value: float | None, low: float = 10.0, high: float = 20.0) -> PaperLin
         (-3.0, -0.3, False),
     ],
 )
-def test_the_ratio_is_to_the_nearest_end_of_what_the_paper_says(value: float, ratio: float, within: bool) -> None:
+def test_the_ratio_is_to_the_nearest_end_of_the_papers_range(value: float, ratio: float, within: bool) -> None:
     assert line(value).ratio == pytest.approx(ratio)
     assert line(value).within is within
 
 
-def test_what_was_not_measured_is_no_figure() -> None:
+def test_missing_measurements_have_no_figure() -> None:
     assert line(None).ratio is None
     assert not line(None).within
     assert table([line(None), line(8.0)]).splitlines()[2:] == [
@@ -104,7 +104,9 @@ def test_a_policy_is_named_once() -> None:
 
 
 def overload(scenario: Scenario, answer_scale: float) -> tuple[float, float]:
-    """Return (prefill fraction of the step time in the burst, peak KV demand / KV memory), from the closed form."""
+    """Return (share of the step time spent on prefill in the burst, peak KV demand / KV memory), from the closed
+    form.
+    """
     arrivals, model, cluster = scenario.arrivals, find_model(scenario.model), find_cluster(scenario.cluster)
     assert arrivals is not None
     assert scenario.lengths is not None
@@ -126,7 +128,7 @@ def test_the_operating_point_follows_from_a_rule(name: str) -> None:
     chosen = scenario.answer_scale
     assert chosen is not None
     share, peak = overload(scenario, chosen)
-    assert 0.5 < share <= 0.56  # the largest share at which memory, not compute, is the bottleneck
+    assert 0.5 < share <= 0.56  # the largest share at which memory rather than compute is the bottleneck
     assert peak > 1.0
     assert overload(scenario, chosen - 0.5)[1] <= 1.0  # at an answer scale lower by 0.5, memory would suffice
 

@@ -67,7 +67,7 @@ def test_figures_of_a_run() -> None:
     assert policy.series.kv_demand_bytes == [100 << 20, 300 << 20]
 
 
-def test_the_planners_word_on_a_transition_takes_the_place_of_what_was_seen() -> None:
+def test_a_transition_reported_by_the_planner_replaces_the_observed_one() -> None:
     run = dropped_run()
     run.samples.append(sample(80.0, 10, epoch=5))
     drop, restore, other = policy_result(run, "drop").transitions
@@ -130,7 +130,7 @@ def test_tokens_are_in_the_file_if_recorded() -> None:
         ('{"schema_version": 1, "extra": 1}', "created_unix_s: Field required"),
     ],
 )
-def test_what_is_no_result_file_is_refused(text: str, named: str, tmp_path: Path) -> None:
+def test_other_files_than_results_are_refused(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ConfigError, match=named):
         read_result(tmp_path / "r.json")
@@ -166,8 +166,10 @@ def test_every_field_is_documented() -> None:
     assert documented == defined
 
 
-def test_what_overloaded_requests_met_is_no_goal() -> None:
-    """The SLO reference of a lone run excludes overloaded periods; otherwise waits for memory would set the target."""
+def test_overloaded_periods_do_not_set_the_slo_reference() -> None:
+    """The SLO reference of a lone run excludes overloaded periods, because waits for memory would otherwise set the
+    target.
+    """
     run = bursty_run()
     shortage = [dataclasses.replace(s, kv_demand_bytes=2 * s.kv_capacity_bytes) for s in run.samples if s.at_s > 5.0]
     calm = [s for s in run.samples if s.at_s <= 5.0]

@@ -67,7 +67,7 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
             return await replay_on(address, job, Console(file=io.StringIO()), {"workers": 1})
 
     result = asyncio.run(story())
-    policy = result.policies["unknown"]  # no planner is there to report the policy
+    policy = result.policies["unknown"]  # no planner reports the policy
     assert result.complete
     assert [r.outcome for r in policy.requests] == [
         RequestOutcome.REFUSED,
@@ -149,7 +149,7 @@ def test_a_planner_that_does_not_answer_costs_no_result(tmp_path: Path) -> None:
     assert "127.0.0.1:1" in log
 
 
-def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
+def test_ctrl_c_writes_an_incomplete_result_and_says_so(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, [(0.0, 5, 3), (60.0, 5, 3)])
     out = tmp_path / "r.json"
     dispatcher = dispatcher_with_model()
@@ -174,7 +174,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
     assert [r.outcome for r in result.policies["unknown"].requests] == [RequestOutcome.FINISHED]
 
 
-def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_address_is_reported_at_once(tmp_path: Path) -> None:
     import subprocess
 
     trace = write_trace(tmp_path, [(0.0, 5, 3)])

@@ -5,7 +5,7 @@ import pytest
 from tools.bench.stages import bubble_fraction
 
 
-def test_only_what_was_added_counts() -> None:
+def test_only_the_increase_of_counters_counts() -> None:
     before = {"w0": (10.0, 90.0), "w1": (5.0, 0.0)}
     after = {"w0": (16.0, 91.0), "w1": (7.0, 1.0)}
     assert bubble_fraction(before, after) == pytest.approx(2 / 10)
@@ -21,7 +21,7 @@ def test_only_what_was_added_counts() -> None:
         ({"w0": (1.0, 0.5)}, {"w0": (2.0, 0.1)}),  # the worker restarted
     ],
 )
-def test_what_cannot_be_compared_is_not_known(
+def test_readings_that_cannot_be_compared_give_none(
     before: dict[str, tuple[float, float]] | None, after: dict[str, tuple[float, float]] | None
 ) -> None:
     assert bubble_fraction(before, after) is None

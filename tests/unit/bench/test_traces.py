@@ -100,7 +100,7 @@ def _trace(*requests: tuple[float, int, int]) -> Trace:
     return Trace(source="here", format="ballast", requests=tuple(TraceRequest(*r) for r in requests))
 
 
-def test_scaling_limits_and_counts_what_it_cuts() -> None:
+def test_scaling_truncates_and_counts_long_requests() -> None:
     trace = _trace((0, 100, 50), (10, 1000, 60), (20, 3, 400), (30, 1, 1))
     scaled = trace.scaled(time_scale=0.5, length_scale=0.5, limit=3, max_total_tokens=101)
     assert [(r.arrival_s, r.input_tokens, r.output_tokens) for r in scaled.requests] == [
@@ -150,7 +150,7 @@ def test_clamped_requests_fit_and_the_rest_is_untouched(
     assert scaled.clamped_count == changed
 
 
-def test_what_is_written_reads_back(tmp_path: Path) -> None:
+def test_a_written_trace_reads_back(tmp_path: Path) -> None:
     trace = _trace((0.125, 5, 6), (3.0, 7, 8))
     write_trace(tmp_path / "t.csv", trace.requests)
     assert read_trace(tmp_path / "t.csv").requests == trace.requests

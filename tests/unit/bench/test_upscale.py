@@ -22,7 +22,7 @@ from tools.bench.workloads import parse_workloads
 
 
 def spiky(rate_per_s: int = 4) -> Trace:
-    """60 s with five times the rate between 20 s and 30 s; prompts grow with the arrival time."""
+    """60 s with five times the rate between 20 s and 30 s. Prompts grow with the arrival time."""
     arrivals = [t / rate_per_s for t in range(60 * rate_per_s)]
     arrivals += [20 + t / (4 * rate_per_s) for t in range(40 * rate_per_s)]
     requests = tuple(TraceRequest(at_s, 10 + int(at_s), 5) for at_s in sorted(arrivals))
@@ -134,7 +134,7 @@ def test_wrong_workloads_are_named(words: str, what: str) -> None:
         parse_workloads(words, seed=0)
 
 
-def test_a_part_of_a_trace_is_what_lies_around_its_burst(tmp_path: Path) -> None:
+def test_a_part_of_a_trace_is_a_window_around_its_burst(tmp_path: Path) -> None:
     path = tmp_path / "spiky.csv"
     write_trace(path, spiky().requests)
     (whole, part) = parse_workloads(f"{path},{path}@24+sharegpt", seed=0)

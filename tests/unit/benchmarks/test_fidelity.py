@@ -1,4 +1,4 @@
-"""The machine parameters that a comparison of simulated and real runs yields for the simulator."""
+"""The machine parameters for the simulator that follow from comparing simulated and real runs."""
 
 from dataclasses import fields, replace
 
@@ -25,8 +25,8 @@ def test_a_slower_machine_takes_longer_for_everything_and_forgets_no_cost() -> N
     assert twice.layer == _EACH.plus(_EACH)
 
 
-def test_what_serves_a_step_and_a_token_is_found_in_what_was_seen_of_both() -> None:
-    """The fit recovers 2 ms of CPU time per step and 0.5 ms per token, from runs alone and in two-stage pipelines."""
+def test_the_fit_recovers_cpu_time_per_step_and_per_token() -> None:
+    """From runs alone and in two-stage pipelines, the fit recovers 2 ms of CPU time per step and 0.5 ms per token."""
     counts = ((1, 1), (2, 2), (8, 2), (16, 2), (1, 2), (8, 4), (32, 4))
     levels = [Level(requests, steps, 0.01, 0.002 * steps + 0.0005 * requests) for requests, steps in counts]
     found = contention(levels, 0.1, 2)
@@ -34,7 +34,7 @@ def test_what_serves_a_step_and_a_token_is_found_in_what_was_seen_of_both() -> N
     assert (found.background, found.processors) == (0.1, 2)
 
 
-def test_what_a_step_takes_beyond_the_profile_is_found_in_what_requests_have_waited() -> None:
+def test_overheads_beyond_the_profile_follow_from_measured_waits() -> None:
     whole = CostModel(0.0, 0.0002, 0.005, 0.004)
     shared = Contention(processors=2, step_s=0.001, token_s=0.0001, background=0.1)
     made = [Level(requests, steps, 1.0, 0.0) for requests, steps in ((1, 1), (2, 2), (8, 2), (16, 2))]

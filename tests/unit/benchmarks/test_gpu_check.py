@@ -16,7 +16,7 @@ def test_every_part_has_tests_for_gpus() -> None:
         assert test in listed.stdout
 
 
-def test_what_needs_more_gpus_than_there_are_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_need_more_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     named = dict[int, set[str]]()
     for count in (1, 2):
         monkeypatch.setattr("torch.cuda.device_count", lambda there=count: there)
@@ -34,7 +34,7 @@ def test_memory_calls_are_made_and_undone() -> None:
     assert (driver.counts, driver.violation) == ((0, 0, 0, 0), "")
 
 
-def test_a_page_says_what_failed() -> None:
+def test_the_page_names_failed_parts() -> None:
     verdicts = [CheckVerdict(PARTS[0], True, 3.0, "9 passed"), CheckVerdict(PARTS[1], False, 1.0, "1 failed")]
     text = page(["- a GPU"], verdicts, [("map", 1.5)], [("inside the device", 900.0)], [("tcp, idle: median", 0.25)])
     assert "| memory | proven | 3 |" in text
@@ -43,7 +43,7 @@ def test_a_page_says_what_failed() -> None:
     assert "| tcp, idle: median | 0.25 |" in text
 
 
-def test_what_kv_costs_activations_is_measured_between_any_devices() -> None:
+def test_the_delay_of_activations_by_kv_is_measured_between_any_devices() -> None:
     waits = dict(priorities("cpu,cpu", "tcp", "--rounds", "1", "--seconds", "0.2"))
     assert len(waits) == 6
     assert all(0.0 < wait_ms < 60e3 for wait_ms in waits.values())

@@ -40,7 +40,7 @@ def test_waits_below_a_second_are_equal() -> None:
     assert not found.faults("drop")
 
 
-def test_so_are_waits_below_five_times_the_calm_median() -> None:
+def test_waits_below_five_times_the_calm_median_are_equal() -> None:
     assert row(run("recompute", 1.1), run("drop", 4.0), calm_s=0.8).ttft_regret("drop") == 1.0
     assert row(run("recompute", 1.1), run("drop", 6.0), calm_s=0.8).ttft_regret("drop") == pytest.approx(1.5)
 
@@ -64,7 +64,7 @@ def test_whether_a_cell_is_saturated_is_not_for_the_judged_policy_to_say() -> No
     assert not is_saturated([run("recompute", 12.0), run("static-pipeline", 2.0)])
 
 
-def test_every_rule_names_what_is_missed() -> None:
+def test_every_violated_rule_is_named() -> None:
     plain = run("recompute", 0.5, tpot_ms=40.0)
     ours = run("drop", 3.0, tpot_ms=60.0, tokens_per_s=900.0)
     assert row(plain, ours).faults("drop") == [
@@ -89,7 +89,7 @@ def test_memory_is_short_where_computing_is_not() -> None:
     assert not row(run("recompute", 1.0, peak_demand=1.2, prompt_share=0.8), ours).memory_is_short
 
 
-def test_where_memory_is_just_full_nothing_may_be_worse_than_with_recompute() -> None:
+def test_with_memory_just_full_no_figure_may_be_worse_than_with_recompute() -> None:
     rows = [
         row(run("recompute", 0.5, peak_demand=1.01), run("drop", 0.6)),
         row(run("recompute", 0.5, peak_demand=1.5), run("drop", 0.9)),
@@ -113,10 +113,10 @@ def test_text_has_every_cell_and_each_policys_worst() -> None:
     assert "drop: 4.00 (cell)" in told
 
 
-def test_predictions_are_judged_by_what_then_happened() -> None:
+def test_predictions_are_judged_by_their_outcomes() -> None:
     decided = [
         {"predicted_s": 2.0, "was_s": 1.0},
-        {"predicted_s": 0.0, "was_s": 0.3},  # both are good enough to count as equal
+        {"predicted_s": 0.0, "was_s": 0.3},  # both waits are short enough to count as equal
         {"predicted_s": 1.0, "was_s": 8.0},
         {"predicted_s": 1.0, "was_s": None},  # no request waited
     ]
@@ -124,7 +124,7 @@ def test_predictions_are_judged_by_what_then_happened() -> None:
     assert "3 decisions: median error 2.00 x (goal 1.5), 67% within 3 x" in found
 
 
-def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
+def test_predictions_of_the_planner_are_recorded_with_their_outcomes() -> None:
     made = world("drop", check_every=0)
     done = made.run()
     assert done.predicted

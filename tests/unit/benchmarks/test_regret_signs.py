@@ -15,16 +15,16 @@ def record(arrival_s: float, *token_times_s: float) -> RequestRecord:
     return RequestRecord(0, "r", 10, 10, arrival_s, array("d", token_times_s))
 
 
-def test_what_waits_at_the_first_instant_or_comes_until_the_second_is_judged() -> None:
+def test_requests_that_wait_or_arrive_in_the_period_are_judged() -> None:
     before, waiting, late = record(0.0, 1.0, 2.0, 4.0, 9.0), record(1.0, 6.0), record(8.0, 8.5)
     assert outcome([before, waiting, late], 3.0, 7.0, 20.0) == Prediction(5.0, 3.0, 2.0)
 
 
-def test_what_is_never_served_has_waited_till_the_end() -> None:
+def test_a_request_that_is_never_served_waits_until_the_end() -> None:
     assert outcome([record(0.0, 1.0, 4.0), record(2.0)], 3.0, 7.0, 20.0) == Prediction(18.0, 17.0, 3.0)
 
 
-def test_where_nothing_came_nothing_is_said() -> None:
+def test_without_requests_there_is_no_outcome() -> None:
     assert outcome([record(0.0, 1.0, 2.0)], 3.0, 7.0, 20.0) is None
 
 

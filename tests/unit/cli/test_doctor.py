@@ -54,7 +54,7 @@ def test_a_host_copy_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "--shm-size=2g" in finding.remedy
 
 
-def test_a_taken_port_fails_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_fails_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -136,7 +136,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def test_a_gpu_worker_needs_a_compiler_and_a_folder_for_what_launches_its_kernels(
+def test_a_gpu_worker_needs_a_compiler_and_a_folder_for_kernel_launchers(
     there: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CC", raising=False)

@@ -33,7 +33,7 @@ def test_a_flag_that_a_service_would_refuse(service: Any, flags: list[str], why:
     check_flags({"planner": ["--overload-policy", "recompute"], "worker": ["--max-num-seqs", "8"]}, "model")
 
 
-def test_a_host_that_others_reach_needs_what_keeps_them_out() -> None:
+def test_a_reachable_host_needs_protection() -> None:
     with pytest.raises(ConfigError, match="--secure DIR"):
         check_host(asked(host="0.0.0.0"))
     for given in ({"host": "0.0.0.0", "insecure": True}, {"host": "0.0.0.0", "secure": Path("x")}, {"host": "::1"}):

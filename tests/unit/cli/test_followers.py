@@ -1,4 +1,6 @@
-"""Followers are asked for their memory; those that do not answer or have restarted keep their entries unchanged."""
+"""Followers are asked for their memory. Those that do not answer, or that have restarted, keep their entries
+unchanged.
+"""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor

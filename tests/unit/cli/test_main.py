@@ -105,7 +105,7 @@ def test_health(
     assert "ballast: " in capsys.readouterr().err
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_cluster_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -131,9 +131,7 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         (["up", "--port", "70000"], "--port: must be between 0 and 65535; got 70000"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("ballast: ")

@@ -66,7 +66,7 @@ def line_of(text: str, *words: str) -> str:
     return found[0]
 
 
-def test_the_page_says_who_serves_what_and_how_full_it_is() -> None:
+def test_the_page_shows_layers_and_load_of_each_worker() -> None:
     text = shown(cluster(worker_status("worker-0"), worker_status("worker-1", used=96)))
     assert "dispatcher-0 at 127.0.0.1:50051 · version 0.1.0 · up 1 h 2 min · state server reachable" in text
     assert "tiny · LlamaForCausalLM · 4 layers · 1.2 million parameters · float32 · up to 1,024 tokens" in text
@@ -106,7 +106,7 @@ def test_states_that_need_attention() -> None:
     assert "draining · state server not reachable" in text
 
 
-def test_an_empty_cluster_says_what_to_do() -> None:
+def test_an_empty_cluster_is_shown_with_a_remedy() -> None:
     status = dataclasses.replace(cluster(), layout=None, model=None, requests_total={})
     text = shown(status)
     assert "no workers yet" in text
@@ -114,7 +114,7 @@ def test_an_empty_cluster_says_what_to_do() -> None:
     assert "no request yet" in text
 
 
-def test_it_fits_a_terminal_of_eighty_columns() -> None:
+def test_the_page_fits_a_terminal_of_eighty_columns() -> None:
     worker = worker_status("worker-10", used=9_000)
     worker.load.block_count = 10_240
     text = shown(cluster(worker), width=80, rates={"worker-10": 1234.5})
@@ -252,11 +252,11 @@ def test_offline_work_has_a_line_of_its_own_with_its_rate() -> None:
         "3 waiting",
         "5,000 tokens",
         "1,234 tokens/s",
-        "7 times given way, 1.0% computed twice",
+        "7 preemptions, 1.0% recomputed",
     )
 
 
-def test_what_waits_at_several_dispatchers_is_summed() -> None:
+def test_backlogs_of_several_dispatchers_are_summed() -> None:
     one = dataclasses.replace(cluster(worker_status()), backlog_request_count=2, offline_queued_count=5)
     both = added_up([one, dataclasses.replace(one, offline_queued_count=7)])
     assert (both.backlog_request_count, both.offline_queued_count) == (4, 12)

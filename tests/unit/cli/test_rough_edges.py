@@ -1,4 +1,4 @@
-"""Usability bugs that newcomers have met: each of these tests failed once."""
+"""Usability bugs that newcomers have met. Each of these tests once failed."""
 
 import ast
 import asyncio
@@ -79,7 +79,9 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
 
 @contextlib.contextmanager
 def serving_planner() -> Generator[tuple[ScriptedPlanner, str]]:
-    """A scripted planner on its own event loop, since servicers are typed for grpc.aio. Yields it and its address."""
+    """Yields a scripted planner and its address. It runs on its own event loop, because its servicer is written for
+    grpc.aio.
+    """
     planner = ScriptedPlanner()  # pyright: ignore[reportAbstractUsage]
     loop, ready = asyncio.new_event_loop(), threading.Event()
     told: list[str] = []
@@ -160,7 +162,7 @@ def test_a_wrong_address_is_asked_wrongly(command: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("command", ["plan", "drop", "restore", "transitions", "status", "generate"])
-def test_an_address_where_nobody_listens_is_told_in_the_same_words(
+def test_an_unreachable_address_is_reported_in_the_same_words(
     command: str, nobody: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, *(["x"] if command == "generate" else []), "--address", nobody]) == 1
@@ -168,7 +170,7 @@ def test_an_address_where_nobody_listens_is_told_in_the_same_words(
     assert capsys.readouterr().err == want
 
 
-def test_status_adds_up_what_all_dispatchers_say(
+def test_status_sums_the_reports_of_all_dispatchers(
     dispatcher: ScriptedDispatcher, nobody: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dispatcher.status.running_request_count = 78
@@ -192,12 +194,12 @@ def test_a_drop_takes_sizes_and_times_as_people_write_them(planner: ScriptedPlan
     assert (request.required_bytes, request.hold_s) == (3 << 29, 600.0)
 
 
-def test_no_wait_says_what_has_begun(planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_wait_reports_the_started_transition(planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["restore", "--no-wait"]) == 0
     assert "epoch 4" in capsys.readouterr().out
 
 
-def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
+def test_transitions_are_a_table_with_details_on_request(
     planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # a usual terminal width
@@ -205,7 +207,7 @@ def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
     shown = capsys.readouterr().out
     assert re.search(r"^4 +drop +done +1 min 1 +500.0 ms +-75.0 GiB +24.0 GiB +220 +250.0 ms *$", shown, re.MULTILINE)
     assert re.search(r"^4 +overload: 3.0 MiB of KV needed *$", shown, re.MULTILINE)
-    assert "held: nothing comes back by itself for 1 min 30 s" in shown
+    assert "held: no automatic restore for 1 min 30 s" in shown
     assert "dropped layers" not in shown
     assert main(["transitions", "--verbose"]) == 0
     shown = capsys.readouterr().out
@@ -368,7 +370,7 @@ def test_errors_name_this_distribution_and_no_other_ones() -> None:
         (["profile", "--model", "m", "--out", "/nope/p.json"], "there is no folder /nope"),
     ],
 )
-def test_what_cannot_be_written_or_read_is_said_before_any_work(
+def test_unusable_paths_are_reported_before_any_work(
     command: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -386,7 +388,7 @@ def test_replay_names_the_missing_trace_before_it_looks_for_a_cluster(
     assert "/nowhere/t.csv" in capsys.readouterr().err
 
 
-def test_what_would_be_ignored_in_silence_is_refused(
+def test_flags_that_would_have_no_effect_are_refused(
     dispatcher: ScriptedDispatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "x", "--logprobs", "3"]) == 2
@@ -417,7 +419,7 @@ def test_version_and_help_need_no_command(flag: str) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
@@ -425,7 +427,7 @@ def test_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFixtur
         assert f"{name} {text}" in shown
 
 
-def test_every_flag_has_help_and_says_what_its_value_is() -> None:
+def test_every_flag_has_help_and_describes_its_value() -> None:
     mute: list[str] = []
 
     def look(parser: Any) -> None:

@@ -1,4 +1,4 @@
-"""`ballast model info` and `up` compute what a worker would report of a model, before any worker runs."""
+"""`ballast model info` and `up` compute, before any worker runs, what a worker would report about a model."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tools.cli.served import check_served
 from tools.model.tiny import make_tiny
 
 
-def test_info_says_what_computes_a_model_and_what_a_pair_gains(
+def test_info_shows_the_implementation_of_a_model_and_the_gain_of_a_pair(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["model", "info", str(write_family("gemma2", tmp_path))]) == 0
@@ -21,7 +21,7 @@ def test_info_says_what_computes_a_model_and_what_a_pair_gains(
     assert "a pair gains" in told
 
 
-def test_info_of_a_quantised_model_says_what_a_parameter_takes(
+def test_info_of_a_quantised_model_shows_the_size_of_a_parameter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["model", "info", str(write_family("llama:w4a16", tmp_path))]) == 0
@@ -30,7 +30,7 @@ def test_info_of_a_quantised_model_says_what_a_parameter_takes(
     assert told.count("parameters  ") == 1
 
 
-def test_of_our_own_nobody_is_asked(
+def test_models_of_our_own_classes_need_no_subprocess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tools.cli.served.described", None)

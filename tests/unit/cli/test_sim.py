@@ -78,7 +78,7 @@ def test_offline_work_runs_beside_arrivals_that_are_made(kind: str, capsys: pyte
     assert min(tokens) > 5000
 
 
-def test_what_is_made_wrongly_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_generated_arrivals_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--arrivals", "rate_per_s=x", *MODEL]) == 2
     assert "--arrivals" in capsys.readouterr().err
 
@@ -145,7 +145,7 @@ def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest
     capsys.readouterr()
     find = ("--gpu", str(own), "--model", "llama-2-13b", "--slo-ttft-s", "60", "--limit", "5")
     assert main(["size", str(trace), *find]) == 0
-    assert "With dropping, 1 own keeps it" in " ".join(capsys.readouterr().out.split())
+    assert "With dropping, 1 own meets it" in " ".join(capsys.readouterr().out.split())
     assert catalogue_machine(str(own), "llama-2-13b").name == "1 x own"
     wide, narrow = (
         emulated_model(tmp_path / "model", str(own), Path("llama-2-13b"), None, each).machine
@@ -168,7 +168,7 @@ def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest
         (GPU.replace("312.0e+12", "-1"), "own.yaml: flops_per_s: Input should be greater than 0"),
     ],
 )
-def test_what_is_wrong_with_it_is_told(
+def test_errors_in_a_gpu_file_are_named(
     content: str | None, told: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "own.yaml"
@@ -197,7 +197,7 @@ def test_what_is_wrong_with_it_is_told(
         ((*MODEL, "--lengths", "nothing"), "'nothing' is no file, and no data set"),
     ],
 )
-def test_what_is_asked_wrongly_is_told(
+def test_usage_errors_are_reported(
     trace: Path, flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sim", "--trace", str(trace), *flags]) == 2
@@ -218,4 +218,4 @@ def test_requests_that_were_cut_to_the_models_length_are_told_of(
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,100000,10\n1,100,10\n")
     find = ("--gpu", "A100-40G", "--model", "llama-2-13b", "--slo-ttft-s", "60")
     assert main(["size", str(trace), *find]) == 0
-    assert "1 request is longer than the model takes and was cut" in " ".join(capsys.readouterr().out.split())
+    assert "1 request exceeds the model's maximum length and was shortened" in " ".join(capsys.readouterr().out.split())

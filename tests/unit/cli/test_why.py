@@ -40,19 +40,19 @@ STORY = RequestStory(
 
 def test_an_ended_request_is_told_from_its_coming_to_its_end() -> None:
     assert list(tell(STORY)) == [
-        "r-1 ended at the length that was asked for after 2.80 s, 3.00 s ago",
-        "  12 prompt tokens, 64 of 64 new; priority default, from ipv4:127.0.0.1:5; told by dispatcher-0",
+        "r-1 ended at its maximum length after 2.80 s, 3.00 s ago",
+        "  12 prompt tokens, 64 of 64 new; priority default, from ipv4:127.0.0.1:5; reported by dispatcher-0",
         "  queued 1.20 s, first token after 1.50 s, then 20.0 ms per token, 1 move",
-        "  longest time between two tokens: 300.0 ms, after token 37, when it went to worker-1",
+        "  longest time between two tokens: 300.0 ms, after token 37, when it moved to worker-1",
         "      0.000 s  waits in the backlog (behind 4 others; the only worker has 98% of its KV in use)",
         "      1.200 s  placed on worker-3",
         "      1.500 s  first token, from worker-3",
-        "      2.000 s  goes on at worker-1, after token 37",
-        "      2.300 s  token 38 from worker-1, 300.0 ms after the one before (epoch 7, overload)",
+        "      2.000 s  continues on worker-1 after token 37",
+        "      2.300 s  token 38 from worker-1, 300.0 ms after the previous one (epoch 7, overload)",
     ]
 
 
-def test_what_went_wrong_is_told_and_nothing_that_was_not() -> None:
+def test_only_losses_that_occurred_are_told() -> None:
     refused = replace(STORY, state="refused", error="8 requests are waiting", moments=(), ttft_s=None, tpot_s=None)
     lines = list(tell(replace(refused, move_count=0)))
     assert lines[0] == "r-1 was refused, 3.00 s ago"

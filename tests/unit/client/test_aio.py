@@ -92,7 +92,7 @@ def test_token_ids_and_messages_are_prompts_too() -> None:
         ({"prompt": "a", "deadline_s": float("nan")}, "deadline_s"),
     ],
 )
-def test_what_cannot_be_sent_is_named(arguments: dict[str, object], field: str) -> None:
+def test_invalid_arguments_are_named(arguments: dict[str, object], field: str) -> None:
     async def story(dispatcher: ScriptedDispatcher, client: AsyncClient) -> None:
         with pytest.raises(InvalidRequest) as caught:
             await client.generate(**arguments)  # pyright: ignore
@@ -260,7 +260,7 @@ async def test_requests_take_turns() -> None:
             await client.status("elsewhere:1")
 
 
-async def test_nobody_there() -> None:
+async def test_an_unreachable_cluster_is_reported() -> None:
     address = free_address()
     async with AsyncClient(address) as client:
         with pytest.raises(Unavailable) as caught:

@@ -15,7 +15,7 @@ Story = Callable[[ScriptedDispatcher, ScriptedDispatcher, AsyncClient], Awaitabl
 
 
 def tell(story: Story, *, resume_s: float = 30.0) -> None:
-    """Run `story` with two dispatchers. The first is asked first, and dies after two of five tokens."""
+    """Run `story` with two dispatchers. The client asks the first one first, which dies after two of five tokens."""
 
     async def run() -> None:
         dying, other = ScriptedDispatcher("a"), ScriptedDispatcher("b")
@@ -32,7 +32,7 @@ def tell(story: Story, *, resume_s: float = 30.0) -> None:
     asyncio.run(run())
 
 
-def test_it_goes_on_behind_what_has_come() -> None:
+def test_the_stream_continues_after_the_received_tokens() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         stream = client.stream("x", request_id="r")
         chunks = [chunk async for chunk in stream]
@@ -48,7 +48,7 @@ def test_it_goes_on_behind_what_has_come() -> None:
         assert (first.resumption.attempt, first.resumption.secret) == (1, told.secret)
         assert len(told.secret) == 16
         assert first.sampling.seed == second.sampling.seed
-        assert first.sampling.HasField("seed")  # drawn by the client, so that both attempts sample alike
+        assert first.sampling.HasField("seed")  # drawn by the client, so that both attempts sample the same tokens
         second.ClearField("resumption")
         first.ClearField("resumption")
         assert first == second
@@ -66,7 +66,7 @@ def test_an_answer_in_one_piece_is_asked_for_again() -> None:
     tell(story)
 
 
-async def test_it_goes_on_at_the_same_dispatcher_if_that_is_back() -> None:
+async def test_the_stream_continues_at_the_same_dispatcher_if_it_is_back() -> None:
     dispatcher = ScriptedDispatcher()
     dispatcher.tokens, dispatcher.die_after = 5, 2
     async with serving(dispatcher) as address, AsyncClient(address) as client:
@@ -96,7 +96,7 @@ def test_a_full_dispatcher_is_asked_again_when_it_says() -> None:
     tell(story)
 
 
-def test_who_finds_nobody_is_told_after_how_long_and_why() -> None:
+def test_without_another_dispatcher_the_error_names_time_and_reason() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         stream = client.stream("x")
         await anext(stream)
@@ -108,7 +108,7 @@ def test_who_finds_nobody_is_told_after_how_long_and_why() -> None:
     tell(story, resume_s=0.5)
 
 
-def test_where_it_is_not_possible_that_is_said() -> None:
+def test_the_error_says_if_resuming_is_not_possible() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         other.refuse = [NotPossible("resuming is switched off here; send the request anew")]
         with pytest.raises(Unavailable, match=r"after 2 tokens, and nobody goes on: .* send the request anew"):
@@ -162,7 +162,7 @@ async def test_a_dispatcher_that_is_back_is_asked_though_it_was_away_a_moment_ag
             assert (await client.generate("x")).text == "t0 t1 t2 "
 
 
-def test_it_can_be_switched_off() -> None:
+def test_resuming_can_be_switched_off() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         with pytest.raises(Unavailable, match="Socket closed"):
             await client.stream("x").collect()

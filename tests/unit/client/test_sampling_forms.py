@@ -26,7 +26,7 @@ def test_a_mapping_and_lists_are_taken() -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 3, 8)
 
 
-def test_max_tokens_is_a_word_of_its_own_and_beats_what_sampling_says() -> None:
+def test_max_tokens_overrides_the_sampling_mapping() -> None:
     with serving_in_thread() as (dispatcher, address), Client(address) as client:
         client.generate("x", max_tokens=4)
         client.generate("x", SamplingParams(max_tokens=9, seed=3), max_tokens=5)
@@ -67,7 +67,7 @@ def test_the_sdk_exports_its_errors_and_types() -> None:
         ),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_named(given: dict[str, Any], why: str) -> None:
+def test_arguments_of_the_wrong_type_are_named(given: dict[str, Any], why: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as refused:
         client.generate(**given)
     assert str(refused.value) == why

@@ -77,7 +77,7 @@ def test_leaving_a_stream_cancels_it(scripted: tuple[ScriptedDispatcher, str], w
         assert dispatcher.running == {}
 
 
-def test_closing_ends_those_who_wait(scripted: tuple[ScriptedDispatcher, str]) -> None:
+def test_closing_ends_waiting_calls(scripted: tuple[ScriptedDispatcher, str]) -> None:
     dispatcher, address = scripted
     dispatcher.pause_s = 30.0
     client = Client(address)

@@ -34,7 +34,7 @@ def test_classes_have_their_own(tmp_path: Path) -> None:
         ("nowhere.json", "cannot be read"),
     ],
 )
-def test_what_is_no_target_is_refused(text: str, why: str) -> None:
+def test_invalid_targets_are_refused(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         read_by_class(text)
 

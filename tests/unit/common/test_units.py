@@ -25,7 +25,7 @@ def test_sizes_are_understood(text: str, size_bytes: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1", "1 XB", "0", "1e9"])
-def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+def test_invalid_sizes_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"16GiB|at least one byte"):
         parse_bytes(text)
 

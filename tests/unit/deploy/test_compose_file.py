@@ -94,7 +94,7 @@ class Overlay(yaml.SafeLoader):
 Overlay.add_constructor("!reset", lambda loader, node: None)
 
 
-def test_our_files_are_what_compose_takes() -> None:
+def test_compose_accepts_our_files() -> None:
     validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
     for name in ("docker-compose.yml", "deploy/compose.scale.yml", "deploy/compose.gpu.yml"):
         content = yaml.load((ROOT / name).read_text(), Overlay)
@@ -121,7 +121,7 @@ def test_workers_on_gpus_claim_one_each_and_take_a_share_of_its_memory(tmp_path:
     assert "device_memory_bytes" not in settings.model_fields_set
 
 
-def test_the_planner_tells_whom_ballast_scale_listens_for() -> None:
+def test_the_planners_webhook_matches_ballast_scale() -> None:
     over = yaml.safe_load((ROOT / "deploy/compose.scale.yml").read_text())
     [(name, planner)] = over["services"].items()
     told = {key.removeprefix("BALLAST_PLANNER__").lower(): value for key, value in planner["environment"].items()}
@@ -139,7 +139,7 @@ def test_ours_stops_slower_than_its_services() -> None:
 
 @pytest.mark.parametrize("name", SCALABLE)
 def test_settings_of_ours_exist(name: str) -> None:
-    """A service refuses a misspelt variable at start; this finds it without starting one."""
+    """A service refuses a misspelt variable at startup; this test finds it without starting the service."""
     module = __import__(f"services.{name}.config", fromlist=["config"])
     settings = getattr(module, f"{name.capitalize()}Settings")
     prefix = f"BALLAST_{name.upper()}__"
@@ -231,12 +231,12 @@ def test_circles_and_strangers_are_refused() -> None:
         ("{", "cannot be read"),
     ],
 )
-def test_what_the_reader_does_not_understand_is_named(tmp_path: Path, text: str, where: str) -> None:
+def test_unsupported_keys_are_named(tmp_path: Path, text: str, where: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(where)):
         read_compose(written(tmp_path, text), {})
 
 
-def test_the_image_for_gpus_has_what_triton_builds_its_launchers_with() -> None:
+def test_the_gpu_image_can_build_tritons_launchers() -> None:
     _, stage = (ROOT / "deploy/docker/Dockerfile").read_text().split("FROM worker AS worker-cuda\n")
     assert re.search(r"apt-get install .*\bgcc\b.*\blibc6-dev\b", stage)
     cache = re.findall(r"TRITON_CACHE_DIR=(\S+)", stage)

@@ -1,4 +1,6 @@
-"""The Kubernetes manifests: valid by schema, existing settings, and policies that allow the needed connections."""
+"""The Kubernetes manifests match the schema, name existing settings, and have policies that allow the needed
+connections.
+"""
 
 import copy
 import math
@@ -82,7 +84,7 @@ def test_pods_are_asked_by_grpc_and_say_where_they_are() -> None:
         assert told[f"BALLAST_{name.upper()}__ADVERTISE_HOST"]["value"] == "$(POD_IP)"
 
 
-def test_pods_end_without_losing_what_runs() -> None:
+def test_pods_end_without_losing_running_requests() -> None:
     for name in SERVICES:
         pod = PODS[name]["spec"]["template"]["spec"]
         assert "preStop" in container(name)["lifecycle"], name
@@ -105,7 +107,7 @@ def test_dispatchers_are_reached_by_a_name_for_all_of_them() -> None:
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= listening
 
 
-def test_only_those_who_have_to_come_in_can() -> None:
+def test_only_necessary_connections_are_allowed() -> None:
     policies = of_kind(MANIFESTS, "NetworkPolicy")
     everything = policies.pop("nothing-by-default")["spec"]
     assert "ingress" not in everything
@@ -131,7 +133,7 @@ def test_only_those_who_have_to_come_in_can() -> None:
 
 
 class Keda:
-    """KEDA and its autoscaler as configured in autoscaling.yaml: replica counts from the query's result."""
+    """KEDA and its autoscaler as configured in autoscaling.yaml, which derive replica counts from a query's result."""
 
     def __init__(self) -> None:
         scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())["spec"]
@@ -152,7 +154,7 @@ class Keda:
         return min(self.most, max(self.least, wanted))
 
     def replicas(self, count: int, at_s: float) -> int:
-        """The next replica count: up at once; down to the maximum of the window, by a few pods per period."""
+        """The next replica count. It rises at once, and falls to the maximum of the window by a few pods per period."""
         self._desired.append((at_s, self.desired()))
         window_s, [policy] = self.down["stabilizationWindowSeconds"], self.down["policies"]
         recent = [wanted for since_s, wanted in self._desired if since_s >= at_s - window_s]
@@ -165,8 +167,10 @@ class Keda:
 
 
 @pytest.mark.rotating
-def test_workers_are_scaled_by_what_the_planner_wants() -> None:
-    """Compute is short, then no requests arrive: pods are added at once, and the last one goes once it is parked."""
+def test_workers_are_scaled_to_the_planners_number() -> None:
+    """At first compute is short, then no requests arrive. Pods are added at once, and the last pod is removed once it
+    is parked.
+    """
     keda, metrics = Keda(), PlannerMetrics()
     assert (PODS[keda.target["name"]]["kind"], keda.target["name"]) == (keda.target["kind"], "worker")
     assert keda.least >= 2, "a lone worker cannot drop"
@@ -194,9 +198,9 @@ def test_workers_are_scaled_by_what_the_planner_wants() -> None:
     assert max(before - after for before, after in pairwise(counts)) <= 1
 
 
-def test_who_is_parked_is_whom_kubernetes_ends() -> None:
-    """Kubernetes removes the highest-numbered pod of a StatefulSet. A planner that parked the emptiest pod would let a
-    busy one end (test_sizing.py: the last by name leaves).
+def test_the_planner_parks_the_pod_that_kubernetes_removes() -> None:
+    """Kubernetes removes the highest-numbered pod of a StatefulSet. If the planner parked the emptiest pod instead, a
+    busy one would be removed (see `test_the_last_by_name_leaves_where_platforms_end_that_one` in test_sizing.py).
     """
     settings = read_kubernetes(MANIFESTS, SETTINGS)["planner"].environment
     assert settings["BALLAST_PLANNER__PARK_ORDER"] == "last-name"
@@ -209,7 +213,7 @@ def test_images_are_of_this_version() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
-def test_kustomize_builds_what_we_read() -> None:
+def test_kustomize_builds_the_manifests_that_we_read() -> None:
     command = ["kubectl", "kustomize", str(FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

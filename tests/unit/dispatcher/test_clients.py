@@ -1,4 +1,4 @@
-"""Client streams between core and client: deltas merge, waves end, no stream is forgotten."""
+"""Client streams between core and client: deltas are merged, waves end, and no stream is forgotten."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ def finish(name: str) -> Finish:
     return Finish(RequestId(name), FinishReason.LENGTH, "", FACTS)
 
 
-async def test_what_comes_while_nobody_reads_is_given_out_at_once_and_in_order() -> None:
+async def test_output_of_a_pause_in_reading_is_returned_at_once_and_in_order() -> None:
     one = stream("r", Pacer())
     for token in range(60):
         one.push([token], f"{token},", [f"l{token}"], at_s=float(token))
@@ -74,7 +74,7 @@ async def test_collecting_waits_for_the_ending() -> None:
     assert list((await reader).token_ids) == [0, 1, 2]
 
 
-async def test_one_that_does_not_read_holds_up_the_others_once_and_briefly() -> None:
+async def test_a_client_that_does_not_read_delays_others_once_and_briefly() -> None:
     pacer = Pacer()
     quick, stuck = stream("quick", pacer), stream("stuck", pacer)
     got: list[int] = []
@@ -112,7 +112,7 @@ async def test_one_that_does_not_read_holds_up_the_others_once_and_briefly() -> 
     assert got == list(range(40))
 
 
-async def test_a_request_that_ends_before_its_wave_holds_up_nobody() -> None:
+async def test_a_request_that_ends_before_its_wave_delays_no_other() -> None:
     pacer, loop = Pacer(), asyncio.get_running_loop()
     sends, ends, goes_on = (stream(name, pacer) for name in ("sends", "ends", "goes on"))
     for one in (sends, ends, goes_on):
@@ -121,7 +121,7 @@ async def test_a_request_that_ends_before_its_wave_holds_up_nobody() -> None:
     sending, ending, going_on = (asyncio.create_task(one.take()) for one in (sends, ends, goes_on))
     await asyncio.sleep(0)
     sends.push([1], "", (), at_s=0.0)
-    await sending  # a wave of its own, which ends when it takes again
+    await sending  # starts another wave, which ends when the client reads again
     ends.push([1], "", (), at_s=0.0)
     ends.end(finish("ends"), at_s=0.0)
     assert (await ending).ending is not None

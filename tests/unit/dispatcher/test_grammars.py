@@ -1,4 +1,4 @@
-"""Grammars are checked in other processes: a large one delays its own caller and nobody else."""
+"""Grammars are checked in other processes, so that a large grammar delays only its own caller."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def large(name: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
-async def test_what_is_wrong_is_said_each_time(tokenizer_file: Path) -> None:
+async def test_an_invalid_grammar_is_refused_each_time(tokenizer_file: Path) -> None:
     async with checks(tokenizer_file) as made:
         for _ in range(2):
             await made.check(regex("[ab]{3}"), (), "one")
@@ -63,7 +63,7 @@ async def test_what_is_wrong_is_said_each_time(tokenizer_file: Path) -> None:
             await made.check(regex("[ab]{3}"), (599,), "one")
 
 
-async def test_one_that_takes_too_long_is_refused_and_its_process_is_killed(
+async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
@@ -150,8 +150,8 @@ async def test_a_process_that_ends_before_it_is_ready_is_started_anew(
     assert len(started) == 2
 
 
-def test_its_process_is_polite_before_it_loads_what_takes_long() -> None:
-    """Otherwise streams would stutter while it starts."""
+def test_the_process_lowers_its_priority_before_slow_imports() -> None:
+    """Without a low priority, streams would stutter while it starts."""
     code = "import sys, services.dispatcher.grammar_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not {"numpy", "llguidance"} & set(loaded)

@@ -41,7 +41,7 @@ def link_that_meets(error: Exception, met: list[Event]) -> WorkerLink:
         RuntimeError("unable to perform operation on <TCPTransport closed=True>"),
     ],
 )
-def test_an_error_that_nobody_expects_is_the_loss_of_the_worker(error: Exception) -> None:
+def test_an_unexpected_error_counts_as_the_loss_of_the_worker(error: Exception) -> None:
     met: list[Event] = []
 
     async def story() -> None:
@@ -56,7 +56,7 @@ def test_an_error_that_nobody_expects_is_the_loss_of_the_worker(error: Exception
     assert all(isinstance(event, WorkerLost) for event in met)
 
 
-def test_what_a_worker_says_of_a_step_arrives_as_it_was_said() -> None:
+def test_a_workers_report_of_a_step_arrives_unchanged() -> None:
     met: list[Event] = []
     link = link_that_meets(KeyError(), met)
     emit = Emit(1, (5, 6), (1, 2), (7, 8, 9), ("x", ""), (), (), 9, preempted=(6, 3), resumed=(4,))

@@ -16,7 +16,7 @@ from services.dispatcher.peers import PlannerClient
 
 
 class Refusing(planner_pb2_grpc.PlannerServiceServicer):
-    """GetLayout raises `errors` one after the other, then answers."""
+    """GetLayout raises the `errors` one after the other, and then succeeds."""
 
     def __init__(self, errors: list[BallastError]) -> None:
         self.errors = errors
@@ -35,7 +35,7 @@ async def ask(errors: list[BallastError], timeout_s: float) -> str:
     descriptor = pb.DESCRIPTOR.services_by_name["PlannerService"]
     server = RpcServer(host="127.0.0.1", port=0, services=[(descriptor, register)], on_bug=lambda bug: None)
     port = await server.start()
-    state = StateServer("redis://127.0.0.1:1")  # never contacted, since the address is given
+    state = StateServer("redis://127.0.0.1:1")  # never contacted, because the address is given
     try:
         client = PlannerClient(LeaderAddress(state, "planner", f"127.0.0.1:{port}"))
         request = pb.GetLayoutRequest()

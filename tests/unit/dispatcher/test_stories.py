@@ -1,4 +1,4 @@
-"""The stories of requests: the core records moments, the chronicle keeps and counts them."""
+"""The stories of requests: the core records moments, and the chronicle stores and counts them."""
 
 import asyncio
 import itertools
@@ -108,7 +108,7 @@ def test_only_so_many_ended_requests_are_remembered_and_none_of_their_prompts() 
     assert not any(hasattr(account.facts, name) for name in ("request", "prompt_token_ids", "output_token_ids"))
 
 
-def test_what_a_trace_has_of_requests_is_listed_once_and_only_the_last_thousands() -> None:
+def test_ended_requests_are_listed_once_and_their_number_is_bounded() -> None:
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=0, log_each=False)
     endings: list[Finish] = []
@@ -185,7 +185,7 @@ async def test_lines_of_many_endings_at_once_are_written_a_few_in_each_turn_of_t
     assert [line["request_id"] for line in lines] == [f"r{number}" for number in range(100)]
 
 
-def test_lines_that_nobody_writes_are_bounded() -> None:
+def test_unwritten_log_lines_are_bounded() -> None:
     chronicle = Chronicle(Story("a").core, keep_count=3, log_each=True)
     with structlog.testing.capture_logs() as lines:
         for number in range(9000):

@@ -28,6 +28,6 @@ def test_a_call_may_have_either_both_or_none() -> None:
     assert told(x_ballast_tpot_target_s="0.1", x_ballast_ttft_target_s="2") == Targets(2.0, 0.1)
 
 
-def test_what_is_no_time_is_refused_by_its_name() -> None:
+def test_an_invalid_target_header_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="x-ballast-tpot-target-s"):
         told(x_ballast_tpot_target_s="soon")

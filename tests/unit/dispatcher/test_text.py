@@ -65,7 +65,7 @@ def test_a_saved_truncation_does_not_cut_prompts(model: Path) -> None:
     assert len(asyncio.run(PromptEncoder(model).encode_text("one two three four five six seven"))) > 4
 
 
-def test_what_the_template_refuses_is_the_clients_mistake(model: Path) -> None:
+def test_a_conversation_that_the_template_refuses_is_a_client_error(model: Path) -> None:
     encoder = PromptEncoder(model)
     with pytest.raises(InvalidRequest, match="unknown role: ghost") as caught:
         conversation(encoder, ("ghost", "boo"))

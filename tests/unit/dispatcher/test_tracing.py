@@ -65,7 +65,7 @@ def test_a_request_without_a_trace_begins_one_and_a_failed_one_says_why() -> Non
 
 
 class Kept(Exporter):
-    """Keeps spans instead of sending them."""
+    """Stores spans instead of sending them."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -24,7 +24,7 @@ def test_a_steady_rate() -> None:
     assert (found.queued_count, found.queued_tokens) == (3, 40)
 
 
-def test_a_burst_does_not_change_what_is_calm() -> None:
+def test_a_burst_does_not_change_the_calm_rate() -> None:
     steady = [float(second) for second in range(300)]
     burst = [290.0 + i / 20 for i in range(200)]
     found = counted(sorted(steady + burst), 299.9)
@@ -32,8 +32,10 @@ def test_a_burst_does_not_change_what_is_calm() -> None:
     assert found.calm_per_s == 1.0
 
 
-def test_nor_does_a_burst_that_lasts_for_most_of_what_is_known() -> None:
-    """The cluster is two and a half minutes old, and for the last 100 s the rate was four times as high."""
+def test_a_burst_that_lasts_most_of_the_history_does_not_change_the_calm_rate() -> None:
+    """The cluster is two and a half minutes old, and during the last 100 s the rate was four times as high as
+    before.
+    """
     arrivals = [float(second) for second in range(50)] + [50.0 + i / 4 for i in range(400)]
     assert counted(arrivals, 149.9).calm_per_s == 1.0
 
@@ -73,7 +75,7 @@ def test_the_form_of_a_version_that_did_not_know_bursts_is_read() -> None:
     assert read_traffic(" ".join([*words[:11], *words[14:]])) == counted([1.0, 2.5], 12.5)
 
 
-def test_what_is_long_ago_is_forgotten() -> None:
+def test_old_data_is_forgotten() -> None:
     counter = TrafficCounter()
     counter.arrived(RequestId("r"), 0.0, 10, made_count=1)
     counter.ended(1.0, 500)
@@ -169,7 +171,7 @@ def test_tokens_of_answers_that_go_on_are_those_of_no_answer_that_has_ended() ->
         counter.arrived(name, 0.0, 10, made_count)
     counter.began(long, 1.0)
     counter.began(short, 1.0)
-    counter.went_on(41, 2.0)  # tokens of both together
+    counter.went_on(41, 2.0)  # output tokens of both requests together
     counter.left(short, 2)
     counter.ended(3.0, 2)
     counter.check(set(), 111)
@@ -181,7 +183,7 @@ def test_tokens_of_answers_that_go_on_are_those_of_no_answer_that_has_ended() ->
         counter.check(set(), 110)
 
 
-def test_what_clients_had_between_two_looks() -> None:
+def test_served_between_compares_two_readings() -> None:
     before, more = had([100.0] * 50, 10, 100.0), had([1.0] * 98 + [3.0, 3.1], 20, 1.0)
     found = served_between(before, sum_traffic([before, more]))
     assert found is not None

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests become chats, answers become blocks, errors have its format."""
+"""Anthropic's Messages API: requests are converted to chats, and answers to blocks. Errors have its format."""
 
 import json
 from typing import Any
@@ -55,7 +55,7 @@ def test_a_conversation_with_tools_becomes_a_chat() -> None:
     assert (chat.max_completion_tokens, chat.stop, chat.continue_final_message) == (9, ["END"], None)
 
 
-def test_what_a_request_asks_for_is_followed_or_refused() -> None:
+def test_every_field_of_a_request_is_followed_or_refused() -> None:
     prefilled = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
     assert asked(messages=prefilled).continue_final_message is True
     assert [asked(tool_choice={"type": kind}, tools=[TOOL]).tool_choice for kind in ("auto", "any", "none")] == [
@@ -119,7 +119,7 @@ def streamed(pieces: list[str], reason: FinishReason = FinishReason.STOP) -> lis
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 200])
-def test_a_stream_puts_together_what_a_complete_answer_has(size: int) -> None:
+def test_a_stream_assembles_the_complete_answer(size: int) -> None:
     events = streamed([ANSWER[at : at + size] for at in range(0, len(ANSWER), size)])
     assert events[0]["message"]["usage"] == {"input_tokens": 7, "output_tokens": 0}
     blocks: list[Any] = []

@@ -1,4 +1,4 @@
-"""The HTTP door without a network: input is bounded, disconnects are noticed, failures are reported."""
+"""The HTTP door without a network: the size of input is limited, disconnects are noticed, and failures are reported."""
 
 import asyncio
 import gzip
@@ -153,7 +153,7 @@ async def test_bodies_may_be_packed_and_are_bounded_unpacked() -> None:
     assert (client.status, client.error["code"]) == (415, "unsupported_encoding")
 
 
-async def test_long_answers_are_packed_for_who_takes_them() -> None:
+async def test_long_answers_are_compressed_for_clients_that_accept_it() -> None:
     async def long(_: Call) -> Reply:
         return {"text": "ship " * 10_000}
 
@@ -182,7 +182,7 @@ async def test_bodies_are_bounded_in_size_and_time() -> None:
     assert (parts.count(499), parts.in_flight) == (1, 0)
 
 
-async def test_who_leaves_cancels_even_while_nothing_can_be_sent() -> None:
+async def test_a_disconnect_cancels_even_while_sending_is_blocked() -> None:
     parts = Parts()
     ended: list[str] = []
 
@@ -284,7 +284,7 @@ async def test_failures_are_told_before_the_first_byte_and_behind_it() -> None:
     assert parts.count(503) == 2
 
 
-async def test_who_calls_is_known_before_a_large_body_is_read() -> None:
+async def test_the_caller_is_authenticated_before_a_large_body_is_read() -> None:
     parts = Parts(max_body_bytes=1 << 20)
     stranger = Client(headers={"authorization": "Bearer bad", "content-length": "100000"})
     await parts.serve(stranger, echo)
@@ -295,7 +295,7 @@ async def test_who_calls_is_known_before_a_large_body_is_read() -> None:
     small = Client(headers={"authorization": "Bearer bad", "content-length": "10"})
     await parts.serve(small, echo)
     assert parts.count(200) == 2
-    assert parts.asked == ["Bearer bad", "Bearer good"], "the dispatcher alone authenticates small requests"
+    assert parts.asked == ["Bearer bad", "Bearer good"], "only the dispatcher authenticates small requests"
 
 
 @pytest.mark.parametrize("name", ["traceparent", "tracestate"])

@@ -1,4 +1,6 @@
-"""Random answers in every format (reasoning, text, tool calls), split anywhere. BALLAST_ANSWERS: answers per format."""
+"""Random answers in every format (reasoning, text, tool calls), split at any position. BALLAST_ANSWERS sets the number
+of answers per format.
+"""
 
 import json
 import os
@@ -33,7 +35,7 @@ class Written:
         return "W" + "".join(self._rng.choice(letters) for _ in range(self._rng.randrange(most))) + "."
 
     def _text(self) -> str:
-        """Random text, which may resemble call delimiters in formats that allow it."""
+        """Random text. In formats that allow it, the text may resemble the delimiters of a call."""
         made = "".join(self._rng.choice(_CHARS) for _ in range(self._rng.randrange(30)))
         if self.kind in ("hermes", "llama3_json", "mistral") and self._rng.random() < 0.3:
             made += self._rng.choice(_LURES)

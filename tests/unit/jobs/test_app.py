@@ -139,7 +139,7 @@ def test_lists_go_page_by_page(tmp_path: Path) -> None:
     run(story())
 
 
-def test_what_is_no_upload_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_invalid_upload_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as service:
             kind = {"content-type": f"multipart/form-data; boundary={EDGE}"}
@@ -177,7 +177,7 @@ def test_a_client_that_leaves_during_its_upload_leaves_nothing(tmp_path: Path) -
     run(story())
 
 
-def test_a_batch_names_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_errors_of_a_batch_are_named(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as service:
             file_id = (await service.upload(line(0).encode()))[1]["id"]
@@ -243,7 +243,7 @@ def test_a_full_disk_is_507_until_there_is_room(tmp_path: Path) -> None:
     run(story())
 
 
-def test_a_key_sees_its_own_and_nobody_without_one_sees_anything(tmp_path: Path) -> None:
+def test_a_key_sees_only_its_own_batches_and_files(tmp_path: Path) -> None:
     async def story() -> None:
         tokens = tmp_path / "tokens"
         mine, theirs = (add_token(tokens, name, TokenRole.INFER) for name in ("me", "them"))

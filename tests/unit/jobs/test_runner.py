@@ -1,4 +1,6 @@
-"""Batches from input to result files: kills at every write, full disks, other processes, cancels and clock changes."""
+"""Batches from the input file to the result files, with kills at every write, full disks, other processes, cancels and
+clock changes.
+"""
 
 import asyncio
 import errno
@@ -54,8 +56,8 @@ def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None
     asyncio.run(check())
 
 
-def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_path: Path) -> None:
-    """Copies the folder before each write of a job; from every copy, another process finishes the job."""
+def test_after_a_kill_at_any_write_the_next_process_finishes_the_job(tmp_path: Path) -> None:
+    """Copies the folder before each write of a job. From every copy, another process must finish the job."""
     folder, images = tmp_path / "whole", list[Path]()
 
     def copy(what: str) -> None:
@@ -79,7 +81,7 @@ def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_pat
         store = Store(image, 2)
         try:
             store.batch("batch_1", "")
-        except NotFound:  # its client got no response
+        except NotFound:  # the client has not received a response
             assert image <= next(one for one in images if one.name.endswith("commit-add-a-batch"))
             store.close()
             continue
@@ -140,7 +142,7 @@ def test_without_room_nothing_is_taken_and_it_is_said(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
+def test_a_replaced_process_writes_nothing(tmp_path: Path) -> None:
     async def check() -> None:
         first = stored(tmp_path)
         gateway = ScriptedGateway(4, takes_s=0.02)
@@ -162,8 +164,8 @@ def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_who_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
-    """The holder is a process that was stopped in the middle of a write."""
+def test_the_process_that_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
+    """The process that holds the lock was stopped in the middle of a write."""
     first = stored(tmp_path)
     first.close()
     stuck = sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)
@@ -175,7 +177,7 @@ def test_who_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
     stuck.close()
 
 
-def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_cancelled_batch_aborts_its_calls_and_preserves_its_results(tmp_path: Path) -> None:
     async def check() -> None:
         store = stored(tmp_path)
         gateway = ScriptedGateway(5, takes_s=0.3)
@@ -260,7 +262,7 @@ def test_a_bad_file_fails_its_batch_with_the_lines_number(tmp_path: Path) -> Non
     asyncio.run(check())
 
 
-def test_keys_share_what_is_in_flight_and_calls_stay_within_their_bound(tmp_path: Path) -> None:
+def test_keys_share_the_calls_in_flight_which_stay_within_their_limit(tmp_path: Path) -> None:
     class Counting(ScriptedGateway):
         now, most = 0, 0
 

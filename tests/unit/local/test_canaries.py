@@ -1,4 +1,4 @@
-"""The suite-wide check for secrets in logs can fail: it finds one even if it spans two chunks of a file."""
+"""The suite-wide search for secrets in logs can fail: it finds a secret even if it spans two chunks of a file."""
 
 from pathlib import Path
 

@@ -56,7 +56,7 @@ def test_a_child_has_its_own_arguments_environment_session_and_title(made: Start
     process.send_signal(signal.SIGTERM)  # has no effect: the process has ended
 
 
-def test_how_it_ended_and_what_it_wrote(made: Started) -> None:
+def test_a_childs_status_and_output_are_reported(made: Started) -> None:
     assert ended(made.start("platform")) == 0
     assert "Linux" in made.log()
     assert ended(made.start("http.server", "--no-such-flag")) == 2
@@ -79,7 +79,7 @@ def test_too_large_an_environment_is_refused_and_the_server_stays(made: Started)
     assert ended(made.start("platform")) == 0
 
 
-def test_other_variables_than_ours_may_change_what_is_imported(made: Started) -> None:
+def test_other_environment_variables_prevent_forking(made: Started) -> None:
     assert made.server.takes(os.environ | {"BALLAST_WORKER__LOG_LEVEL": "debug"})
     assert not made.server.takes(os.environ | {"OMP_NUM_THREADS": "7"})
 

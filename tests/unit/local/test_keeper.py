@@ -1,4 +1,4 @@
-"""A state server that dies repeatedly, under a keeper (restarts processes) and a breaker (injects faults)."""
+"""A state server that dies repeatedly, with a keeper that restarts processes and a breaker that injects faults."""
 
 import asyncio
 import contextlib

@@ -7,7 +7,7 @@ from tools.local import ports
 from tools.local.ports import free_port, free_ports
 
 
-def test_they_differ_are_free_and_nobody_else_is_given_them() -> None:
+def test_ports_are_free_distinct_and_not_given_to_other_processes() -> None:
     found = free_ports(20)
     assert len(set(found)) == 20
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -31,6 +31,6 @@ def test_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert taken not in free_ports(3)
 
 
-def test_none_is_given_twice_before_anybody_listens() -> None:
+def test_no_port_is_returned_twice_before_a_server_listens() -> None:
     found = [port for _ in range(100) for port in free_ports(3)]
     assert len(set(found)) == 300

@@ -31,7 +31,7 @@ async def connect(proxy: Proxy) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 @pytest.mark.parametrize("way", ["to_server", "to_client"])
-def test_what_is_swallowed_does_not_come_and_no_connection_ends(way: str) -> None:
+def test_dropped_data_never_arrives_and_no_connection_ends(way: str) -> None:
     async def story(proxy: Proxy) -> None:
         reader, writer = await connect(proxy)
         writer.write(b"one")
@@ -80,7 +80,7 @@ def test_a_reset_ends_all_connections_and_new_ones_are_taken() -> None:
 
 
 @pytest.mark.parametrize("way", ["to_server", "to_client"])
-def test_what_is_held_comes_later_and_whole(way: str) -> None:
+def test_held_data_arrives_later_and_complete(way: str) -> None:
     async def story(proxy: Proxy) -> None:
         reader, writer = await connect(proxy)
         getattr(proxy, way).holds = True

@@ -36,7 +36,7 @@ def counting() -> "Generator[subprocess.Popen[str]]":
 
 
 def _switches(pid: int) -> dict[str, int]:
-    """Voluntary context switches by thread name; the count of a thread that sleeps and wakes keeps rising."""
+    """Voluntary context switches by thread name. The count of a thread that sleeps and wakes keeps rising."""
     found: dict[str, int] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         status = (task / "status").read_text()

@@ -26,7 +26,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """`data` with an odd or missing value in its JSON, or with noise in its bytes."""
+    """`data` with an odd or missing value in its JSON, or with random bytes in it."""
     if rng.random() < 0.5:
         return noisy(data, rng)
     content = json.loads(data)

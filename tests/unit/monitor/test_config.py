@@ -1,4 +1,6 @@
-"""Flags and environment reach their settings; thresholds that would make drops and restores alternate are refused."""
+"""Flags and environment variables reach their settings. Thresholds that would make drops and restores alternate are
+refused.
+"""
 
 import pytest
 

@@ -74,7 +74,7 @@ def test_an_announced_instance_is_up_and_stays_up_while_it_reports() -> None:
     assert len(monitor.core.entries[W1].history) == 5, "the history is bounded"
 
 
-def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> None:
+def test_the_pace_is_that_of_the_median_machine() -> None:
     monitor = Monitor(max_instances=20)
     assert monitor.core.pace() is None
     cost = CostModel(attention_s=1e-9, token_s=1e-5, chunk_s=1e-3, shared_s=5e-4)
@@ -148,7 +148,7 @@ def test_an_older_life_is_refused_even_after_the_newer_one_has_gone() -> None:
     assert monitor.announce(1.3, 3, incarnation=4) == [m.CloseStream(3, m.CloseReason.STALE, have=4, want=5)]
 
 
-def test_what_the_monitor_before_wrote_down_refuses_older_lives() -> None:
+def test_incarnations_recorded_by_the_previous_monitor_refuse_older_ones() -> None:
     monitor = Monitor()
     monitor.announce(0.1, 1, incarnation=4)
     commands = monitor.tell(m.RegistryLoaded(0.2, "c", ((W1, Incarnation(5)),)))
@@ -184,7 +184,7 @@ def test_a_monitor_that_slept_does_not_blame_the_workers() -> None:
     assert lost(monitor.tell(m.Ticked(62.5, "c"))) == [("w1", 1)]
 
 
-def test_a_standby_takes_nobody_and_a_deposed_monitor_lets_everybody_go() -> None:
+def test_only_the_active_monitor_accepts_streams() -> None:
     standby = Monitor(active=False)
     assert standby.announce(1.0, 1) == [m.CloseStream(1, m.CloseReason.STANDBY)]
     deposed = Monitor()
@@ -232,8 +232,8 @@ def test_a_changed_address_in_the_same_life_is_told() -> None:
     assert commands == [m.CloseStream(1, m.CloseReason.SUPERSEDED), m.Publish(m.InstanceUp(moved, draining=False), "c")]
 
 
-def test_what_an_instance_says_of_its_place_is_told_when_it_changes() -> None:
-    """The planner relies on it, since an instance may have left its group unnoticed by the others."""
+def test_a_changed_place_of_an_instance_is_published() -> None:
+    """The planner relies on these reports, because an instance may have left its group unnoticed by the others."""
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert monitor.report(1.1, 1) == []
@@ -252,7 +252,7 @@ def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
         monitor.tick_until(second, second - 1)
     assert lost(monitor.report(6.0, 1, step_age_s=60.5)) == [("w1", 1)]
     assert monitor.report(7.0, 1, step_age_s=61.5) == [], "the loss is reported once"
-    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers do not see it either"
+    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers are not told that it is up"
     # The same incarnation returns with its first report after the step.
     assert monitor.report(8.0, 1) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")]
     assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=False), m.SnapshotEnd()]

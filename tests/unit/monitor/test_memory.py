@@ -1,4 +1,4 @@
-"""How the core sees memory: which reports count, what the un-dropped capacity is, what the dispatchers add."""
+"""The core's view of memory: which reports count, what the un-dropped capacity is, and what the dispatchers add."""
 
 import dataclasses
 
@@ -93,7 +93,7 @@ ALONE = layout(1, (member(W0, 0, 4),), (member(W1, 0, 4),))
 MERGED = layout(2, (member(W0, 0, 2), member(W1, 2, 4)))
 
 
-def test_demand_is_what_runs_and_what_waits_on_all_groups() -> None:
+def test_demand_is_that_of_running_and_waiting_requests_of_all_groups() -> None:
     cluster = Cluster(ALONE, w0=load(30, waiting=20), w1=load(10))
     cluster.pass_time(1.0)
     demand = cluster.core.cluster_demand(cluster.now_s)
@@ -114,8 +114,8 @@ def test_only_the_leader_of_a_pipeline_counts() -> None:
     ]
 
 
-def test_what_a_dissolving_pipeline_keeps_to_grow_into_is_no_demand() -> None:
-    """The members cannot use these spare blocks yet, but no request wants them; they are free once the pipeline is
+def test_spare_blocks_of_a_dissolving_pipeline_are_no_demand() -> None:
+    """The members cannot use these spare blocks yet, but no request needs them, and they are free once the pipeline is
     gone.
     """
     keeping = dataclasses.replace(load(100), spare_block_count=130)  # spare blocks of the pipeline; some are w1's
@@ -154,7 +154,7 @@ def test_a_monitor_that_comes_into_a_drop_knows_the_undropped_memory_from_the_on
     assert early.entries[W1].whole is None, "a new incarnation may have another budget"
 
 
-def test_who_is_outside_the_layout_or_drains_neither_wants_nor_has() -> None:
+def test_workers_outside_the_layout_or_draining_do_not_count() -> None:
     only_w0 = layout(3, (member(W0, 0, 4),))
     cluster = Cluster(only_w0, w0=load(30), w1=load(99))
     cluster.pass_time(1.0)
@@ -236,7 +236,7 @@ def test_a_lost_layout_stays_in_force() -> None:
     assert cluster.core.cluster_demand(cluster.now_s).merged == ((W0, W1),)
 
 
-def test_growth_of_a_group_is_what_it_generates_and_keeps_and_is_measured_since_it_was_formed() -> None:
+def test_growth_of_a_group_is_its_retained_output_since_it_was_formed() -> None:
     def first_group(used_per_report: int, generated_per_report: int) -> tuple[int, float]:
         cluster = Cluster(ALONE, w0=load(10), w1=load(10))
         for i in range(15):
@@ -256,7 +256,7 @@ def test_growth_of_a_group_is_what_it_generates_and_keeps_and_is_measured_since_
     assert first_group(2, 1000)[0] == pytest.approx(10 * BLOCK_BYTES, abs=2)
 
 
-def test_a_deposed_monitor_forgets_what_it_knew_of_memory() -> None:
+def test_a_deposed_monitor_forgets_the_memory_reports() -> None:
     cluster = Cluster(ALONE, w0=load(99), w1=load(99))
     cluster.pass_time(5.0)
     cluster.tell(m.LeadershipChanged(cluster.now_s, "c", None))
@@ -292,7 +292,7 @@ def test_a_line_that_grows_in_a_dispatcher_is_looked_at_before_the_next_tick() -
     assert cluster.tell(m.SurroundingsRead(known_s + 2 * LEAST_LOOK_S, "c", ALONE, waits)) == []
 
 
-def test_a_monitor_that_has_not_heard_everybody_yet_looks_at_no_jump() -> None:
+def test_a_monitor_without_all_reports_ignores_jumps() -> None:
     cluster = Cluster(ALONE, w0=load(30), w1=load(30), warmup_s=100.0)
     cluster.pass_time(1.0)
     assert cluster.tell(m.LoadReported(cluster.now_s + 0.1, "c", 1, load(50, waiting=250))) == []

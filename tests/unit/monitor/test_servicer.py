@@ -1,4 +1,4 @@
-"""MonitorService over real calls: what is refused, what watchers receive, which streams are closed."""
+"""MonitorService over real calls: what it refuses, what watchers receive, and which streams it closes."""
 
 import asyncio
 import dataclasses
@@ -179,7 +179,7 @@ def placed(
     last_layer: int = 4,
     twice: bool = False,
 ) -> pb.ReportRequest:
-    """A report whose place is a group of this one member, listed again if `twice`."""
+    """A report whose place is a group with this worker as its only member, listed a second time if `twice`."""
     member = cluster_pb2.Member(worker_id=worker_id, incarnation=3, first_layer=first_layer, last_layer=last_layer)
     request = load()
     group = cluster_pb2.Group(group_id=group_id, members=[member] * (2 if twice else 1))
@@ -188,7 +188,7 @@ def placed(
 
 
 async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
-    """The error that ends a Report stream with these messages."""
+    """The error with which a Report stream of these messages ends."""
     call = stub.Report()
     try:
         for request in requests:
@@ -248,7 +248,7 @@ async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
         ([announce(), placed(group_id="")], "group.group_id"),
     ],
 )
-def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
+def test_an_invalid_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         error = await refusal(stub, *requests)
         assert isinstance(error, InvalidRequest)
@@ -265,7 +265,7 @@ def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], 
     tell(story)
 
 
-def test_who_sends_nonsense_is_counted_by_name_and_a_thousand_names_cost_no_memory() -> None:
+def test_senders_of_invalid_reports_are_counted_in_bounded_memory() -> None:
     def count(sender: str) -> float:
         return REGISTRY.get_sample_value("ballast_messages_refused_total", {"sender": sender}) or 0.0
 
@@ -339,7 +339,7 @@ def test_the_bound_on_instances_is_a_clear_refusal() -> None:
     tell(story)
 
 
-def test_a_standby_sends_everybody_on() -> None:
+def test_a_standby_redirects_all_callers() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         assert isinstance(await refusal(stub, announce()), NotActive)
         with pytest.raises(grpc.RpcError) as caught:
@@ -350,7 +350,7 @@ def test_a_standby_sends_everybody_on() -> None:
     tell(story, active=False)
 
 
-def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_leadership() -> None:
+def test_a_watcher_gets_the_snapshot_then_events_then_the_end_of_leadership() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         worker = stub.Report()
         await worker.write(announce())
@@ -462,7 +462,7 @@ async def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
 
 
 async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
-    """Regular reports are four seconds apart here, the most that a lease of five allows."""
+    """Regular reports are four seconds apart here, the longest interval that a lease of five seconds allows."""
 
     loads = [load_report(10)]
     async with served(active=True) as (shell, address):

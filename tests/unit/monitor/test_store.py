@@ -61,7 +61,7 @@ async def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken
         await state.close()
 
 
-async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does() -> None:
+async def test_a_dispatcher_reports_its_backlog_until_it_is_empty() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         environment = RedisSurroundings(state)

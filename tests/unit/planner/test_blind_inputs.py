@@ -1,4 +1,4 @@
-"""With old, missing or wrong inputs, the planner decides as with fresh ones or defers the decision."""
+"""With old, missing or wrong inputs, the planner decides as it would with fresh ones, or defers the decision."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ TRAFFIC = ("fresh", "2 s", "20 s", "none", "zero", "nonsense")
 
 
 def traffic_of(age: str, traffic: Traffic) -> tuple[Traffic, Traffic | None]:
-    """Traffic as the monitor reports it for one dispatcher whose last entry is of this age or kind."""
+    """Traffic as the monitor reports it for one dispatcher whose last entry has this age or is of this kind."""
     backlogs = Backlogs(lease_s=1.0, forget_s=60.0)
     told = {"none": None, "zero": Traffic(known_s=300.0), "nonsense": NONSENSE}.get(age, traffic)
     words = () if told is None else (BacklogWord("d", 1, told),)  # pyright: ignore[reportArgumentType]
@@ -69,7 +69,7 @@ def decided(story: str, traffic: str, pace: str, slowness: str, load: str) -> Ap
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_what_is_decided_is_right_with_fresh_inputs_or_waits_for_a_reason(story: str) -> None:
+def test_decisions_are_those_with_fresh_inputs_or_are_deferred(story: str) -> None:
     """Tries every combination of ages and kinds of the inputs."""
     right = decided(story, "fresh", "fresh", "fresh", "fresh")
     assert isinstance(right, Approved) is (story == "burst")
@@ -90,7 +90,7 @@ def test_the_last_word_of_a_stopped_dispatcher_is_reason_enough_where_its_line_d
     assert isinstance(decided("burst", age, "fresh", "fresh", "fresh"), Approved)
 
 
-def test_a_great_lack_that_lasts_is_met_by_need_where_nobody_knows_how_fast_instances_are() -> None:
+def test_without_known_costs_a_lasting_large_shortage_is_met_by_need() -> None:
     planner = Planner(planning=Planning())
     planner.pace, planner.traffic, planner.load = None, STORIES["burst"][0], FULL  # pyright: ignore[reportAttributeAccessIssue]
     planner.start("w0", "w1")
@@ -105,7 +105,7 @@ def test_a_great_lack_that_lasts_is_met_by_need_where_nobody_knows_how_fast_inst
     assert planner.journal == [Stage.PREPARING]
 
 
-def test_what_lacked_long_ago_is_no_reason_to_drop_blindly() -> None:
+def test_an_old_shortage_is_no_reason_to_drop_blindly() -> None:
     planner = Planner(planning=Planning())
     planner.pace, planner.load = None, FULL  # pyright: ignore[reportAttributeAccessIssue]
     planner.start("w0", "w1")
@@ -115,8 +115,8 @@ def test_what_lacked_long_ago_is_no_reason_to_drop_blindly() -> None:
     assert planner.journal == []
 
 
-def test_what_is_little_better_is_looked_at_twice() -> None:
-    """A clear improvement is made at once, so that memory comes sooner."""
+def test_a_small_improvement_is_checked_twice() -> None:
+    """A clear improvement is made at once, so that memory is freed earlier."""
     shown: dict[float, int] = {}
     for ttft_s in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0):
         planner = Planner(planning=Planning(targets=replace(Planning().targets, ttft_s=ttft_s)))

@@ -87,7 +87,7 @@ def names(layout: Layout) -> set[str]:
     return {member.worker_id for group in layout.groups for member in group.members}
 
 
-def test_nothing_is_written_before_anybody_is_there() -> None:
+def test_no_layout_is_written_before_an_instance_joins() -> None:
     planner = Planner()
     assert planner.tell(p.LeadershipChanged(0.0, "c", TOKEN)) == [p.FollowMonitor(), p.LoadLayout()]
     assert planner.tell(p.LayoutLoaded(0.0, "c", None)) == []
@@ -116,7 +116,7 @@ def test_a_loss_is_planned_at_once_and_says_why() -> None:
     assert (write.layout.epoch, write.expected_epoch) == (2, 1)
 
 
-def test_what_changes_while_a_layout_is_written_goes_into_the_next() -> None:
+def test_changes_during_a_write_go_into_the_next_layout() -> None:
     planner = leader("w1", "w2", "w3")
     (write,) = planner.lose("w1")
     assert planner.lose("w2") == []
@@ -150,7 +150,7 @@ def test_a_write_without_an_answer_is_read_back_and_its_epoch_is_not_used_again(
     assert (again.layout.epoch, again.expected_epoch) == (3, 1)
 
 
-def test_a_write_that_was_done_though_nobody_heard_is_taken_over() -> None:
+def test_a_successful_write_whose_answer_was_lost_is_adopted() -> None:
     planner = leader("w1", "w2")
     (write,) = planner.lose("w2")
     assert isinstance(write, p.WriteLayout)
@@ -184,14 +184,14 @@ def test_a_deposed_planner_plans_no_more_and_late_answers_mean_nothing() -> None
     assert planner.up("w5") == []
 
 
-def test_a_standby_follows_what_is_written() -> None:
+def test_a_standby_follows_the_written_layouts() -> None:
     planner = Planner()
     stored = leader("w1").core.layout
     planner.tell(p.LeadershipChanged(0.0, "c", None))
     assert planner.tell(p.LayoutLoaded(0.0, "c", p.StoredLayout(stored, MODEL))) == [p.Publish(stored, "c")]
 
 
-def test_a_new_leader_keeps_the_layout_until_the_monitor_has_named_everybody() -> None:
+def test_a_new_leader_leaves_the_layout_unchanged_until_the_snapshot_is_complete() -> None:
     stored = p.StoredLayout(leader("w1", "w2").core.layout, MODEL)
     planner = Planner()
     planner.lead(stored)
@@ -219,7 +219,7 @@ def test_a_loss_that_is_heard_before_the_layout_is_read_counts() -> None:
     assert names(write.layout) == {"w1"}
 
 
-def test_a_planner_that_leads_a_second_time_presumes_who_was_there() -> None:
+def test_a_planner_that_leads_again_presumes_the_former_members() -> None:
     planner = leader("w1", "w2")
     stored = p.StoredLayout(planner.core.layout, MODEL)
     planner.tell(p.LeadershipChanged(1.0, "c", None))

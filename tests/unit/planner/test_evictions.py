@@ -44,7 +44,7 @@ def new_monitor(planner: Planner, hears: Sequence[str] = ()) -> None:
     planner.tell(p.SnapshotEnded(planner.now_s, "c"))
 
 
-def test_a_new_monitor_that_hears_nobody_empties_no_layout() -> None:
+def test_a_new_monitor_without_reports_empties_no_layout() -> None:
     planner = cluster("w1", "w2", "w3")
     epoch = planner.core.layout.epoch
     new_monitor(planner)
@@ -55,7 +55,7 @@ def test_a_new_monitor_that_hears_nobody_empties_no_layout() -> None:
     assert planner.core.layout.epoch == epoch
 
 
-def test_who_answers_is_asked_again_for_as_long_as_the_monitor_hears_nothing_of_it() -> None:
+def test_a_member_that_answers_is_probed_while_it_is_silent_to_the_monitor() -> None:
     planner = cluster("w1", "w2")
     silent(planner, "w1")
     assert asked(planner) == ["w1"]
@@ -69,7 +69,7 @@ def test_who_answers_is_asked_again_for_as_long_as_the_monitor_hears_nothing_of_
     assert planner.core.layout.reason == "lost: w1 (silent for 3.1 s; nobody listens at its address)"
 
 
-def test_who_is_heard_again_is_asked_no_more() -> None:
+def test_a_member_that_the_monitor_hears_again_is_not_probed() -> None:
     planner = cluster("w1", "w2")
     silent(planner, "w1")
     planner.lives["w1"] -= 1
@@ -84,7 +84,7 @@ def test_who_is_heard_again_is_asked_no_more() -> None:
 @pytest.mark.parametrize(
     ("count", "silent_count", "left_count"), [(2, 1, 1), (3, 1, 2), (3, 2, 3), (4, 2, 2), (4, 4, 4), (1, 1, 1)]
 )
-def test_of_those_that_answer_nobody_only_a_minority_goes(count: int, silent_count: int, left_count: int) -> None:
+def test_only_a_minority_of_silent_members_is_removed(count: int, silent_count: int, left_count: int) -> None:
     workers = [f"w{i}" for i in range(count)]
     planner = cluster(*workers)
     silent(planner, *workers[:silent_count])
@@ -92,7 +92,7 @@ def test_of_those_that_answer_nobody_only_a_minority_goes(count: int, silent_cou
     assert len(planner.shape) == left_count
 
 
-def test_who_is_not_probed_yet_counts_among_those_that_may_be_cut_off() -> None:
+def test_unprobed_members_count_as_possibly_cut_off() -> None:
     """Leases expire one after the other, so the first member probed must not count as a minority of one."""
     planner = cluster("w1", "w2", "w3")
     silent(planner, "w1", "w2", "w3")
@@ -103,7 +103,7 @@ def test_who_is_not_probed_yet_counts_among_those_that_may_be_cut_off() -> None:
 
 
 def test_a_member_that_its_group_has_left_is_gone() -> None:
-    """Most of the group is silent, and the only member heard reports that it no longer serves in the group."""
+    """Most of the group is silent, and the only member that answers reports that it no longer serves in the group."""
     planner = cluster("w1", "w2", "w3")
     planner.drop("w1", "w2", "w3")
     planner.go_through("w1", "w2", "w3")
@@ -124,7 +124,7 @@ def test_evidence_of_the_monitor_needs_no_probe() -> None:
     assert asked(planner) == []
 
 
-def test_a_planner_that_leads_no_more_suspects_nobody() -> None:
+def test_a_deposed_planner_probes_no_members() -> None:
     planner = cluster("w1", "w2")
     silent(planner, "w1")
     planner.tell(p.LeadershipChanged(planner.now_s, "c", None))

@@ -1,4 +1,4 @@
-"""Reports of instances that cannot be true: the planner ignores them and continues."""
+"""The planner ignores reports of instances that cannot be true, and continues."""
 
 import asyncio
 import math
@@ -79,7 +79,7 @@ def test_a_report_that_cannot_be_true_is_no_ground_for_plans(load: Any) -> None:
     assert not planner.core.conductor.busy
 
 
-def test_the_wire_bounds_what_may_be_said_of_epochs() -> None:
+def test_epochs_in_messages_are_bounded() -> None:
     message = codec.place_to_proto(Place(Epoch(1), Group(GroupId("w9"), (member("w9"),))))
     assert message is not None
     message.epoch = 2**63 - 1
@@ -92,7 +92,9 @@ def test_the_wire_bounds_what_may_be_said_of_epochs() -> None:
 
 
 def test_after_the_highest_claim_there_is_room_for_changes() -> None:
-    """An instance may claim a false epoch: the cluster continues above it, and its later claims stay acceptable."""
+    """An instance may claim a false epoch. The cluster then continues above it, and the instance's later claims stay
+    acceptable.
+    """
     planner = Planner()
     planner.start("w0")
     highest = border.MAX_CLAIMED_EPOCH
@@ -127,7 +129,7 @@ class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
         )
 
 
-async def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
+async def test_other_reports_of_the_monitor_still_count() -> None:
     def register(server: grpc.aio.Server) -> None:
         monitor_pb2_grpc.add_MonitorServiceServicer_to_server(
             Monitor(),  # pyright: ignore[reportAbstractUsage]
@@ -153,7 +155,7 @@ async def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
     assert [event.worker_id for event in heard if isinstance(event, p.InstanceUp)] == ["w1", "w3"]
 
 
-async def test_only_what_has_changed_is_converted_again_and_who_is_gone_is_forgotten() -> None:
+async def test_only_changed_reports_are_converted_and_lost_instances_forgotten() -> None:
     state = StateServer("redis://127.0.0.1:1")
     events = MonitorEvents(LeaderAddress(state, "monitor", None))
 

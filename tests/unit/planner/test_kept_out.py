@@ -1,4 +1,6 @@
-"""Workers kept out of groups: those of another protocol, and members of groups that broke at once."""
+"""Workers that are kept out of groups: those with another protocol version, and members of groups that broke up at
+once.
+"""
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.protocol import PROTOCOL, may_be_dispatched_to
@@ -52,7 +54,7 @@ def test_half_of_a_cluster_counts_as_upgraded() -> None:
 
 
 def breaks(planner: Planner) -> None:
-    """Both members report that they are alone although both live."""
+    """Both members are alive, and report that they are no longer in a group."""
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
     planner.wait(3.0)

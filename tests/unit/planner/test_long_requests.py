@@ -1,4 +1,4 @@
-"""What the planner does when a request is too long for one instance."""
+"""How the planner handles a request that is too long for one instance."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def say(planner: Planner, tokens: int, where: str = "") -> None:
     planner.tell(LongRequestRaised(planner.now_s, "long", tokens, 0 if where else tokens, WorkerId(where)))
 
 
-def test_it_gets_a_group() -> None:
+def test_a_long_request_gets_a_group() -> None:
     planner = started("w0", "w1", "w2")
     say(planner, ROOM + 100)
     assert planner.journal == [Stage.PREPARING]
@@ -46,7 +46,7 @@ def test_nothing_is_dropped_for_one_under_another_policy() -> None:
     assert planner.journal == []
 
 
-def test_its_group_is_taken_with_what_outgrows_it() -> None:
+def test_the_instance_that_a_request_outgrows_joins_its_group() -> None:
     planner = started("w0", "w1", "w2")
     say(planner, ROOM + 100, "w2")
     assert planner.journal == [Stage.PREPARING]

@@ -1,4 +1,4 @@
-"""Planner stories in which a lost member is alive: stopped, cut off, or missing from an old journal."""
+"""Planner stories in which a member that counts as lost is alive: stopped, cut off, or missing from an old journal."""
 
 from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member
@@ -43,7 +43,7 @@ def prepared(planner: Planner) -> set[str]:
     return {c.member.worker_id for c in calls}
 
 
-def test_a_stopped_member_that_comes_back_is_placed_as_what_it_is() -> None:
+def test_a_returning_member_is_placed_with_the_layers_that_it_holds() -> None:
     planner, pair = paired("w2")
     lose(planner, "w1", "w2", "w0")
     planner.wait(3.0)
@@ -62,7 +62,7 @@ def test_a_stopped_member_that_comes_back_is_placed_as_what_it_is() -> None:
     assert set(planner.shape) == LONE
 
 
-def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_that() -> None:
+def test_returning_while_a_layout_is_written_does_not_make_a_worker_whole() -> None:
     planner, pair = paired()
     execute, held = planner.execute, list[p.WriteLayout]()
 
@@ -86,7 +86,7 @@ def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_t
 
 
 def test_a_commit_that_one_member_slept_through_ends() -> None:
-    """w1 is lost between its PREPARED and the Commit; w0 waits for it over an intact link."""
+    """w1 is lost between its PREPARED and the Commit, and w0 waits for it over an intact link."""
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -134,7 +134,7 @@ def test_a_step_that_does_not_end_holds_up_no_commit_for_ever() -> None:
     assert "w2[0:4]" in planner.shape
 
 
-def test_an_abort_that_nobody_answers_ends() -> None:
+def test_an_unanswered_abort_ends() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -182,7 +182,7 @@ def test_a_journal_that_has_gone_back_behind_a_commit_goes_forward_again() -> No
     assert later.shape == ["w0[0:2]+w1[2:4]"], "the layout can change again"
 
 
-def test_a_layout_that_its_members_contradict_gives_way_to_what_they_are() -> None:
+def test_a_layout_is_corrected_by_its_members_reports() -> None:
     """The planner believes that w1 holds all layers, but w1 keeps reporting only half of them."""
     planner = Planner()
     planner.start("w0", "w1", "w2")
@@ -197,7 +197,7 @@ def test_a_layout_that_its_members_contradict_gives_way_to_what_they_are() -> No
 
 
 def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
-    """Its links broke, but those of its peer did not, or the peer's report is lost."""
+    """Its links broke while its peer's did not, or its peer's report is lost."""
     planner, _ = paired("w2")
     planner.says("w1", alone(planner, "w1", 2, 4))
     planner.wait(1.0)
@@ -208,7 +208,7 @@ def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
 
 
 def test_members_that_left_are_believed_while_an_operator_asks_again_and_again() -> None:
-    """They refuse each restore, which is aborted at once; this neither changes the outcome nor delays it."""
+    """They refuse each restore, so it is aborted at once. That neither changes the outcome nor delays it."""
     planner, _ = paired("w2")
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
@@ -225,8 +225,8 @@ def test_members_that_left_are_believed_while_an_operator_asks_again_and_again()
     assert "w0[0:2]+w1[2:4]" not in planner.shape
 
 
-def test_what_was_said_before_a_transition_says_nothing_about_its_end() -> None:
-    """The monitor is away, so no new reports arrive, and no group is dissolved because of that."""
+def test_reports_from_before_a_transition_do_not_show_its_end() -> None:
+    """The monitor is away, so no new reports arrive. That alone must not dissolve a group."""
     planner, _ = paired("w2")
     planner.wait(30.0)
     assert sorted(planner.shape) == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
@@ -238,7 +238,7 @@ def test_what_was_said_before_a_transition_says_nothing_about_its_end() -> None:
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
 
-def test_who_is_whole_already_need_not_prepare() -> None:
+def test_a_member_that_is_already_whole_need_not_prepare() -> None:
     planner, _ = paired("w2")
     lose(planner, "w1", "w2", "w0")
     planner.wait(3.0)

@@ -48,14 +48,14 @@ def test_a_group_on_which_its_members_agree_is_there_again() -> None:
         {WorkerId("w2"): WorkerClaim(Incarnation(2), Place(Epoch(7), PAIR))},  # another incarnation of w2
     ],
 )
-def test_of_a_group_without_agreement_each_holds_some_layers_only(other: dict[WorkerId, WorkerClaim]) -> None:
+def test_members_that_disagree_on_their_group_count_as_partial(other: dict[WorkerId, WorkerClaim]) -> None:
     rebuilt = rebuild(ALONE, {**claims(("w1", 7, PAIR)), **other}, LAYERS)
     assert rebuilt is not None
     assert rebuilt.layout.groups == ()
     assert ("w1", 1) in rebuilt.partial
 
 
-def test_who_is_alone_may_be_whole_or_not() -> None:
+def test_a_lone_worker_may_be_whole_or_partial() -> None:
     said = claims(("w1", 7, group(("w1", 0, 2))), ("w2", 7, group(("w2", 0, 4))))
     rebuilt = rebuild(ALONE, said, LAYERS)
     assert rebuilt is not None
@@ -63,7 +63,7 @@ def test_who_is_alone_may_be_whole_or_not() -> None:
     assert rebuilt.partial == (("w1", 1),)
 
 
-def test_what_is_stored_counts_unless_places_are_newer() -> None:
+def test_the_stored_layout_counts_unless_places_are_newer() -> None:
     stored = Layout(Epoch(7), LAYERS, (group(("w1", 0, 4)), group(("w2", 0, 4)), group(("w4", 0, 4))), "restore")
     assert rebuild(stored, claims(("w1", 7, PAIR), ("w2", 6, PAIR)), LAYERS) is None
     rebuilt = rebuild(stored, claims(("w1", 8, PAIR), ("w2", 8, PAIR)), LAYERS)
@@ -109,7 +109,7 @@ def test_a_pipeline_outlives_the_loss_of_all_planners_and_of_the_state_server() 
     assert planner.core.partial == ()
 
 
-def test_it_can_be_dissolved_and_its_old_place_means_nothing_then() -> None:
+def test_a_rediscovered_group_can_be_dissolved_and_old_places_are_ignored() -> None:
     planner = Planner()
     begin(planner)
     for worker in ("w1", "w2"):

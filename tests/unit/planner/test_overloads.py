@@ -57,7 +57,7 @@ def test_an_overload_is_not_looked_at_for_ever() -> None:
     assert 20 <= len([c for c in planner.said if isinstance(c, p.ReadLoads)]) <= 28
 
 
-def test_without_comparing_what_lacks_is_dropped() -> None:
+def test_without_comparing_the_shortage_is_dropped() -> None:
     planner = Planner(planning=Planning(compares=False))
     planner.traffic = CALM
     planner.start("w0", "w1")
@@ -65,7 +65,7 @@ def test_without_comparing_what_lacks_is_dropped() -> None:
     assert planner.journal == [Stage.PREPARING]
 
 
-def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves_and_is_looked_at_behind_it() -> None:
+def test_a_burst_after_a_restores_commit_hurries_it_and_is_handled_afterwards() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -96,7 +96,9 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
 def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
     queued: int, recent: int, others: Traffic
 ) -> None:
-    """It may have died with its queue, so the other dispatchers' traffic, or an empty queue, must justify the drop."""
+    """The dispatcher may have died with its queue, so the other dispatchers' traffic, or an empty queue, must justify
+    the drop.
+    """
     planner = Planner(planning=Planning())
     planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
     planner.fresh_traffic = others
@@ -109,7 +111,7 @@ def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
 
 
 def test_a_dispatcher_that_falls_silent_in_a_burst_does_not_end_the_comparison() -> None:
-    """Memory is full and requests keep arriving, so a drop is right with or without the silent dispatcher's queue."""
+    """Memory is full and requests keep arriving, so a drop is right even without the silent dispatcher's queue."""
     planner = Planner(planning=Planning())
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
@@ -126,7 +128,7 @@ def served(traffic: Traffic, waits: tuple[int, ...], later_count: int, later_s: 
     return replace(traffic, first_counts=waits, later_count=later_count, later_s=later_s)
 
 
-def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
+def test_the_prediction_for_doing_nothing_is_logged_with_its_outcome() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")
@@ -160,7 +162,7 @@ def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None
     assert "no request had its first token, TPOT 50 ms" in one.told(planner.now_s)
 
 
-def test_what_lacks_is_told_when_nothing_is_done() -> None:
+def test_the_shortage_is_logged_if_nothing_is_done() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
@@ -170,7 +172,7 @@ def test_what_lacks_is_told_when_nothing_is_done() -> None:
     assert {one.shortfall_bytes for one in said} == {7 * EXTENT}
 
 
-def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_predicted() -> None:
+def test_a_drop_ends_the_prediction_for_doing_nothing_and_a_failed_one_has_none() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")

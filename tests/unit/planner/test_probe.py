@@ -1,4 +1,4 @@
-"""How the planner probes whether a worker is alive."""
+"""The planner probes whether a worker is alive."""
 
 import asyncio
 from typing import Any

@@ -16,7 +16,7 @@ from services.planner.core.messages import Command, Event, SetTimer
 from services.planner.peers import Members, MonitorEvents
 
 
-def test_the_target_of_a_first_token_reaches_what_decides() -> None:
+def test_the_ttft_target_reaches_the_policy() -> None:
     state = StateServer("redis://127.0.0.1:1")
     monitor = MonitorEvents(LeaderAddress(state, "monitor", "127.0.0.1:1"))
     shell = build_shell(PlannerSettings(ttft_target_s=0.1), state, monitor, Members(lambda _: None))

@@ -39,7 +39,7 @@ def go_on(planner: Planner, seconds: float) -> None:
         planner.fire()
 
 
-def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> None:
+def test_half_of_the_instances_stay_in_the_first_minute() -> None:
     planner = Planner(sizing=SizingRules(parks=True))
     planner.load, planner.traffic = IDLE, CALM
     planner.start(*(f"w{number}" for number in range(6)))
@@ -54,8 +54,10 @@ def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> 
     assert any(isinstance(command, Sized) for command in planner.said)
 
 
-def test_a_planner_begins_with_what_the_one_before_has_learnt() -> None:
-    """The first planner sees two minutes without jumps; a successor that lacks this keeps half of the instances."""
+def test_a_planner_inherits_the_learnt_values() -> None:
+    """The first planner sees two minutes without jumps. A successor that does not inherit this knowledge keeps half of
+    the instances.
+    """
     names = [f"w{number}" for number in range(6)]
     first = Planner(sizing=SizingRules(parks=True))
     first.load, first.traffic = IDLE, CALM
@@ -80,7 +82,7 @@ def test_a_planner_begins_with_what_the_one_before_has_learnt() -> None:
     assert serving_after_45_s(first.core.conductor.sizing.learnt) < 3
 
 
-def test_what_must_suffice_for_longer_is_taken_over_too() -> None:
+def test_longer_observation_spans_are_inherited_too() -> None:
     sizing = Sizing(SizingRules(parks=True))
     sizing.begin(Learnt((0.5,), 80.0))
     sizing.begin(Learnt((), 20.0))
@@ -91,7 +93,7 @@ def test_what_must_suffice_for_longer_is_taken_over_too() -> None:
     )
 
 
-def test_nobody_leaves_before_one_less_has_been_enough_for_a_while() -> None:
+def test_no_instance_leaves_before_one_fewer_has_sufficed_for_a_while() -> None:
     planner = started(load=FULL)
     go_on(planner, 70.0)
     planner.load = IDLE
@@ -101,7 +103,7 @@ def test_nobody_leaves_before_one_less_has_been_enough_for_a_while() -> None:
     assert away(planner) == ["w0"]
 
 
-def test_one_after_the_other_leaves_until_the_least_number_serves() -> None:
+def test_instances_leave_one_by_one_down_to_the_minimum() -> None:
     planner = started(least_instances=2)
     for _ in range(12):
         go_on(planner, 5.0)
@@ -131,7 +133,7 @@ def test_demand_undoes_leaves_first_and_then_wakes() -> None:
     assert standings(planner)[parked] is Standing.WAKING
 
 
-def test_who_would_have_been_called_back_within_the_last_minute_stays() -> None:
+def test_an_instance_needed_within_the_last_minute_stays() -> None:
     planner = started(load=FULL)
     go_on(planner, 3.0)
     planner.load = IDLE
@@ -141,8 +143,8 @@ def test_who_would_have_been_called_back_within_the_last_minute_stays() -> None:
     assert away(planner)
 
 
-def test_who_wakes_counts_until_it_is_overdue() -> None:
-    """One more instance suffices; a second is woken only if the first takes three times as long as announced."""
+def test_a_waking_instance_counts_until_it_is_overdue() -> None:
+    """One more instance suffices. A second one is woken only if the first takes three times as long as announced."""
     planner = started(least_instances=2)
     for _ in range(8):
         go_on(planner, 5.0)
@@ -158,7 +160,7 @@ def test_who_wakes_counts_until_it_is_overdue() -> None:
     assert woken[-1] == 2, woken
 
 
-def test_who_was_missed_soon_leaves_later_the_next_time() -> None:
+def test_an_instance_that_was_soon_needed_again_leaves_later_next_time() -> None:
     planner = started()
     go_on(planner, 70.0)  # jumps are known, and a drop would bridge this one
     planner.load = FULL
@@ -171,7 +173,7 @@ def test_who_was_missed_soon_leaves_later_the_next_time() -> None:
     assert away(planner)
 
 
-def test_who_serves_alone_leaves_while_others_are_merged_and_who_is_merged_stays() -> None:
+def test_lone_instances_leave_while_others_are_merged_and_merged_ones_stay() -> None:
     planner = started(load=FULL)
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")
@@ -203,7 +205,7 @@ def test_a_restore_that_is_wanted_comes_before_a_leave() -> None:
     assert planner.journal[-1] is Stage.PREPARING
 
 
-def test_an_overload_wakes_first_and_what_is_dropped_then_is_compared_with_those_that_wake() -> None:
+def test_an_overload_first_wakes_instances_and_drops_are_compared_with_them() -> None:
     planner = started()
     go_on(planner, 11.0)
     [parked] = away(planner)
@@ -213,7 +215,7 @@ def test_an_overload_wakes_first_and_what_is_dropped_then_is_compared_with_those
     assert standings(planner)[parked] is Standing.WAKING
 
 
-def test_without_parking_the_number_is_told_and_nobody_leaves() -> None:
+def test_without_parking_the_number_is_reported_and_no_instance_leaves() -> None:
     planner = Planner(sizing=SizingRules(advises=True))
     planner.load, planner.traffic = IDLE, CALM
     planner.start(*NAMES)

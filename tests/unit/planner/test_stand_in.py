@@ -1,4 +1,4 @@
-"""A lost follower and the instance that takes its place, as the planner sees it."""
+"""The planner's view of a lost follower and of the instance that replaces it."""
 
 from dataclasses import replace
 
@@ -67,7 +67,7 @@ def test_without_stand_in_or_leader_the_group_ends_at_once(lost: str) -> None:
     assert [len(group.members) for layout in written(planner) for group in layout.groups] == [1] * (lost == "w0")
 
 
-def test_one_that_has_less_room_than_the_group_uses_is_none() -> None:
+def test_an_instance_with_too_little_room_is_no_stand_in() -> None:
     planner = grouped("w3")
     planner.load = replace(LOAD, used_block_count=10_000)
     planner.lose("w1")
@@ -75,7 +75,7 @@ def test_one_that_has_less_room_than_the_group_uses_is_none() -> None:
     assert planner.shape == ["w3[0:4]"]
 
 
-def test_what_fails_is_not_tried_again() -> None:
+def test_a_failed_stand_in_is_not_tried_again() -> None:
     planner = grouped("w3")
     planner.lose("w2")
     planner.answer(Phase.FAILED, "w3", why="no link")

@@ -1,4 +1,4 @@
-"""Instances parked and woken by an operator: what the planner's core does, step by step."""
+"""Instances parked and woken by an operator, step by step in the planner's core."""
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Standing
@@ -65,11 +65,11 @@ def test_a_leave_is_undone_in_one_step_and_a_park_that_comes_too_late_is_woken()
     ask(planner, "w1", away=True)
     ask(planner, "w1", away=False)
     assert standings(planner)["w1"] is Standing.SERVING
-    says(planner, "w1", parked=True)  # the order was on its way
+    says(planner, "w1", parked=True)  # w1 had already received the order to park
     assert standings(planner)["w1"] is Standing.WAKING
 
 
-def test_what_is_refused() -> None:
+def test_invalid_orders_are_refused() -> None:
     def refused(planner: Planner, worker: str) -> str:
         planner.said.clear()
         ask(planner, worker, away=True, request="x")
@@ -96,7 +96,7 @@ def test_a_request_id_stands_for_one_change() -> None:
     assert [c.request_id for c in planner.said if isinstance(c, p.AnswerChange)] == ["r"]
 
 
-def test_a_new_leader_goes_on_with_what_the_layout_says() -> None:
+def test_a_new_leader_continues_from_the_layout() -> None:
     planner = started("w0", "w1", "w2")
     ask(planner, "w1", away=True)
     ask(planner, "w2", away=True)
@@ -123,7 +123,7 @@ def test_a_new_life_of_a_parked_instance_serves() -> None:
     assert standings(planner)["w1"] is Standing.SERVING
 
 
-def test_who_leaves_takes_part_in_no_drop() -> None:
+def test_a_leaving_instance_takes_part_in_no_drop() -> None:
     planner = started("w0", "w1", "w2")
     ask(planner, "w2", away=True)
     planner.drop("w1", "w2")

@@ -80,7 +80,7 @@ def test_a_deposed_planner_is_refused() -> None:
     tell(story)
 
 
-def test_of_many_writers_of_one_epoch_one_succeeds() -> None:
+def test_one_of_many_writers_of_an_epoch_succeeds() -> None:
     async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
         token = await state.acquire_lease("planner", "p1", 10.0, "host:1")
         assert token is not None
@@ -106,7 +106,7 @@ def test_writing_is_announced() -> None:
     tell(story)
 
 
-def test_what_was_learnt_is_for_the_next_planner() -> None:
+def test_learnt_values_are_stored_for_the_next_planner() -> None:
     async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
         async def read() -> Learnt | None:
             stored = await store.load()
@@ -127,7 +127,7 @@ def test_what_was_learnt_is_for_the_next_planner() -> None:
 
 
 @pytest.mark.parametrize("body", ["", "not base64!", base64.b64encode(b"\xff\xff\xff").decode()])
-def test_what_cannot_be_read_keeps_its_epoch_and_is_written_over(body: str) -> None:
+def test_an_unreadable_layout_keeps_its_epoch_and_is_overwritten(body: str) -> None:
     async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
         token = await state.acquire_lease("planner", "p1", 10.0, "host:1")
         assert token is not None

@@ -12,8 +12,8 @@ from services.planner.core.stages import Stage
 from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
 
-def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
-    """All planners and the state server were lost, but instances remember their epoch and would refuse a lower one."""
+def test_epochs_continue_above_those_known_to_instances() -> None:
+    """All planners and the state server were lost, but instances remember their epoch and refuse a lower one."""
     planner = Planner()
     planner.load = replace(LOAD, newest_epoch=57)
     planner.start("w0", "w1")
@@ -24,8 +24,10 @@ def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
     assert planner.core.layout.epoch == 58
 
 
-def test_what_is_settled_is_said_only_at_rest() -> None:
-    """Members still prepared for a settled epoch roll back, so it must never be one that may yet be committed."""
+def test_epochs_are_settled_only_at_rest() -> None:
+    """Members that are still prepared for a settled epoch roll back, so an epoch that may yet be committed must never
+    be settled.
+    """
     planner = Planner()
     assert planner.core.settled_epoch == 0
     planner.start("w0", "w1")
@@ -185,7 +187,9 @@ def test_a_member_lost_at_rest_takes_its_group_apart() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.DONE])
 def test_a_failed_link_between_living_members_restores_both(phase: Phase) -> None:
-    """A member that has all layers again before the planner asks reports DONE and why it has left the group."""
+    """A member that has restored all layers before the planner asks reports DONE and the reason why it left the
+    group.
+    """
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -216,7 +220,7 @@ def test_a_survivor_that_cannot_be_restored_is_tried_again_later() -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.COMMITTING, Stage.EXCHANGING])
-def test_a_new_leader_takes_up_what_is_journaled(stage: Stage) -> None:
+def test_a_new_leader_continues_a_journaled_transition(stage: Stage) -> None:
     old = Planner()
     old.start("w0", "w1")
     old.drop("w0", "w1")
@@ -252,7 +256,7 @@ def test_a_deposed_planner_stops_and_refuses() -> None:
     assert not planner.core.conductor.busy
 
 
-def test_another_layout_than_planned_on_is_a_conflict_and_nobody_is_told() -> None:
+def test_a_plan_on_an_outdated_layout_is_a_conflict_and_no_member_is_notified() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.outcomes = [p.WriteOutcome.CONFLICT]
@@ -382,7 +386,7 @@ def test_without_restore_dropped_parameters_stay_away() -> None:
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
 
-def test_what_an_operator_has_dropped_stays_away_for_as_long_as_was_said() -> None:
+def test_an_operators_drop_is_held_for_the_requested_time() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     names = (WorkerId("w0"), WorkerId("w1"))
@@ -397,7 +401,7 @@ def test_what_an_operator_has_dropped_stays_away_for_as_long_as_was_said() -> No
     assert planner.journal[-1] is Stage.PREPARING
 
 
-def test_another_drop_by_hand_does_not_shorten_what_was_said_to_stay_away() -> None:
+def test_another_drop_by_hand_does_not_shorten_the_hold() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2", "w3")
     first, second = (WorkerId("w0"), WorkerId("w1")), (WorkerId("w2"), WorkerId("w3"))
@@ -411,7 +415,7 @@ def test_another_drop_by_hand_does_not_shorten_what_was_said_to_stay_away() -> N
     assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=10.0)
 
 
-def test_an_operators_restore_ends_what_an_operator_holds() -> None:
+def test_an_operators_restore_ends_a_hold() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     names = (WorkerId("w0"), WorkerId("w1"))
@@ -423,7 +427,7 @@ def test_an_operators_restore_ends_what_an_operator_holds() -> None:
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
-def test_a_drop_by_hand_does_what_the_plan_says_and_nothing_where_nothing_lacks() -> None:
+def test_a_drop_by_hand_follows_the_plan_and_needs_a_shortage() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.load = replace(LOAD, used_block_count=0, running_count=0, waiting_count=0, waiting_block_count=0)
@@ -472,7 +476,7 @@ def test_an_overload_keeps_no_member_that_is_to_leave() -> None:
     assert [c.why for c in planner.said if isinstance(c, p.RefuseChange)] == ["about to leave: w1"]
 
 
-def test_a_restore_by_hand_asks_nobody_about_load() -> None:
+def test_a_restore_by_hand_ignores_the_load() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -512,7 +516,7 @@ def test_a_restore_of_its_own_gives_way_to_an_operator() -> None:
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
-def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
+def test_an_automatic_restore_yields_to_leaving_and_joining_workers() -> None:
     planner = restoring_by_itself()
     planner.tell(p.InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.wait(3.0)

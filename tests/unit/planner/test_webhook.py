@@ -18,7 +18,7 @@ def wanted(count: int, reason: str = "") -> Wanted:
     return Wanted(count, tuple(f"w{i}" for i in range(count)), ("w9",), reason)
 
 
-def test_what_is_said_is_understood() -> None:
+def test_a_signed_message_is_accepted() -> None:
     one = wanted(3, "one less: P99 TTFT 0.2 s")
     assert Wanted.read(one.body()) == one
     for body in (b"", b"[]", b'{"wanted": -1, "serving": [], "parked": []}', b'{"wanted": 1, "serving": "w"}'):
@@ -26,7 +26,7 @@ def test_what_is_said_is_understood() -> None:
             Wanted.read(body)
 
 
-def test_who_has_not_the_secret_or_comes_too_late_is_refused() -> None:
+def test_messages_without_the_secret_or_too_late_are_refused() -> None:
     body, now_s = wanted(2).body(), 1_800_000_000.0
     verify(SECRET, body, sign(SECRET, body, now_s), now_s + 5)
     for secret, told, at_s in ((b"another" * 3, body, now_s), (SECRET, wanted(3).body(), now_s)):
@@ -41,7 +41,7 @@ def test_who_has_not_the_secret_or_comes_too_late_is_refused() -> None:
 
 
 class Receiver:
-    """Refuses the first `refuses` calls, then records (time, wanted count)."""
+    """Refuses the first `refuses` calls, then records (time, wanted instance count)."""
 
     def __init__(self, refuses: int = 0) -> None:
         self.heard: list[tuple[float, int]] = []
@@ -81,7 +81,7 @@ def test_only_the_newest_is_told_and_not_too_often() -> None:
     assert receiver.heard[1][0] - receiver.heard[0][0] >= 0.4
 
 
-def test_what_is_not_heard_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undelivered_messages_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.planner.shell.webhook._BACK_OFF_S", 0.05)
     receiver = Receiver(refuses=2)
 
@@ -95,7 +95,7 @@ def test_what_is_not_heard_is_told_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [count for _, count in receiver.heard] == [2]
 
 
-def test_a_planner_that_leads_again_tells_what_it_wants() -> None:
+def test_a_planner_that_leads_again_sends_its_number() -> None:
     receiver = Receiver()
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""One loop orders a member's effects: code that executes a command never raises an event itself."""
+"""All effects of a member go through one loop: code that executes a command never raises an event itself."""
 
 import ast
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def methods_of(file: str, name: str) -> dict[str, ast.FunctionDef]:
 
 
 def attributes(node: ast.AST) -> Iterator[str]:
-    """Names of all attributes, whether called or only passed on."""
+    """The names of all attributes in the code, whether they are called or only passed on."""
     return (part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute))
 
 
@@ -39,7 +39,7 @@ def test_no_command_of_a_transition_drives_it() -> None:
     assert _LOOP in reached_from(driver, "poll"), "otherwise this test proves nothing"
 
 
-def test_what_a_member_is_called_back_for_drives_nothing() -> None:
+def test_callbacks_of_a_member_do_not_drive_the_loop() -> None:
     carried_out = reached_from(methods_of("member.py", "GroupMember"), "_break_up", "run")
     assert {name for name, node in carried_out.items() if _LOOP in attributes(node)} == set()
 

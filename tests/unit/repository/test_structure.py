@@ -1,4 +1,4 @@
-"""Structural rules of the code: short constructors, and no undocumented decisions in the simulator."""
+"""Structural rules of the code: constructors are short, and the simulator makes no undocumented decisions."""
 
 import ast
 import re
@@ -69,7 +69,7 @@ def test_constructors_of_members_executors_and_simulated_nodes_are_short() -> No
     assert {name: count for name, count in counts.items() if count > _MOST_ARGUMENTS} == {}
 
 
-def test_what_the_simulator_branches_on_is_listed_with_its_reason() -> None:
+def test_branches_of_the_simulator_are_listed_with_their_reasons() -> None:
     branching = {
         (Path(path).name, name)
         for path, tree in sources("sim")

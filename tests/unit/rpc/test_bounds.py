@@ -1,4 +1,4 @@
-"""Bounds per connection, per token and for large messages: calls beyond them are refused, and others are served."""
+"""Limits per connection, per token and for large messages. Calls beyond them are refused, and others are served."""
 
 import asyncio
 import gc
@@ -146,7 +146,7 @@ def test_large_messages_share_a_bound_and_small_ones_do_not_count() -> None:
     serve(story, CallBounds(large_bytes=1_000_000))
 
 
-def test_what_is_over_counts_no_more() -> None:
+def test_ended_calls_do_not_count() -> None:
     book = CallBook(CallBounds())
     held = book.hold(100)
     assert book.large_bytes == 100

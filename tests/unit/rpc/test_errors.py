@@ -1,4 +1,4 @@
-"""The table of errors and gRPC statuses is total, and a real call preserves an error's class and fields."""
+"""Every error class has a gRPC status, and a real call preserves an error's class and fields."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -102,7 +102,7 @@ def call(error: BaseException, story: Callable[[Stub, Bugs], Any]) -> None:
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_the_caller_catches_what_was_raised(error: BallastError) -> None:
+def test_the_caller_catches_the_raised_error(error: BallastError) -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as unary:
             await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
@@ -150,7 +150,7 @@ def test_details_of_a_status_that_make_no_sense_are_the_peers_fault() -> None:
     assert isinstance(from_rpc_error(error, "planner"), errors.PeerViolation)
 
 
-def test_a_message_over_the_bound_is_refused_and_harms_nobody() -> None:
+def test_a_message_over_the_limit_is_refused_and_affects_no_other() -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="x" * (MAX_MESSAGE_BYTES + 1)), timeout=60)
@@ -160,7 +160,7 @@ def test_a_message_over_the_bound_is_refused_and_harms_nobody() -> None:
     call(errors.NotFound(""), story)
 
 
-async def test_nobody_there_is_unavailable() -> None:
+async def test_an_unreachable_server_is_unavailable() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         stub = planner_pb2_grpc.PlannerServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -180,12 +180,12 @@ async def test_nobody_there_is_unavailable() -> None:
         asyncio.CancelledError(),
     ],
 )
-async def test_whatever_a_call_fails_with_is_an_error_of_ours(error: BaseException) -> None:
+async def test_every_failure_of_a_call_is_a_ballast_error(error: BaseException) -> None:
     with pytest.raises(errors.Unavailable, match="worker w1"), asking("worker w1"):
         raise error
 
 
-async def test_who_is_told_to_end_while_it_asks_ends() -> None:
+async def test_a_task_cancelled_during_a_call_ends() -> None:
     async def ask() -> None:
         with asking("worker w1"):
             await asyncio.sleep(60)

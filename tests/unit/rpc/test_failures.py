@@ -1,4 +1,4 @@
-"""Whatever a client, a peer or a library does wrong ends one call, is counted, and harms nobody else."""
+"""A mistake of a client, a peer or a library ends one call and is counted, and affects no other call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -156,7 +156,7 @@ def test_a_client_that_goes_while_something_waits_to_be_written_is_gone_and_noth
     serve(story)
 
 
-def test_an_exception_that_nobody_foresaw_ends_its_call_only() -> None:
+def test_an_unforeseen_exception_ends_only_its_call() -> None:
     async def story(served: Served, channel: grpc.aio.Channel) -> None:
         served.planner.error = ZeroDivisionError("secret prompt")
         error = await error_of(channel, _DRAIN, b"")

@@ -1,4 +1,4 @@
-"""Both ends notice a peer that is silent without a reset, within the time that the options promise."""
+"""Both ends notice a peer that falls silent without a reset, within the time that the options promise."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from tools.local.proxy import Proxy
 _FASTER = 10
 _TIMES = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 _PROMISED_S = 30.0 / _FASTER
-_SLACK_S = 4.0  # for a busy machine; without the ping's own timeout it takes a minute
+_SLACK_S = 4.0  # for a busy machine; without the ping's own timeout, noticing takes a minute
 
 
 def faster(options: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:

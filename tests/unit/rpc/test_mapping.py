@@ -1,4 +1,4 @@
-"""What the mapper refuses at construction, and how it names a refused field of a message."""
+"""What the mapper refuses at construction, and how it names a message's field that it refuses."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -72,7 +72,7 @@ def test_a_range_beside_the_type_is_checked_and_the_path_names_the_field() -> No
     assert "must be positive, got -3" in refused.value.why
 
 
-def test_what_a_field_of_the_message_cannot_hold_is_refused_by_name() -> None:
+def test_values_that_a_message_field_cannot_hold_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest) as refused:
         LISTED.message(Listed((Counted(1, 2**40, "w1"),), frozenset()))
     assert refused.value.field == "computed_tokens"

@@ -1,4 +1,4 @@
-"""Step costs that workers report are inputs of plans, so only plausible numbers are accepted."""
+"""Plans depend on the step costs that workers report, so only plausible numbers are accepted."""
 
 import pytest
 
@@ -17,14 +17,14 @@ def test_a_pace_travels() -> None:
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1e-3])
 @pytest.mark.parametrize("field", ["attention_s", "token_s", "chunk_s", "shared_s", "prefix_s", "many_s", "beyond_s"])
-def test_what_is_no_time_is_refused(field: str, seconds: float) -> None:
+def test_implausible_step_costs_are_refused(field: str, seconds: float) -> None:
     message = codec.PACE.message(Pace(COST, 24, 2048))
     setattr(message.cost, field, seconds)
     with pytest.raises(InvalidRequest, match="pace"):
         codec.PACE.record(message)
 
 
-def test_nobody_saves_more_than_a_sequence_costs() -> None:
+def test_savings_may_not_exceed_the_cost_of_a_sequence() -> None:
     message = codec.PACE.message(Pace(COST, 24, 2048))
     message.cost.shared_s = 5e-3
     with pytest.raises(InvalidRequest, match="shared_s"):

@@ -112,7 +112,7 @@ def test_a_call_that_the_client_left_is_over_at_once() -> None:
     serve(story)
 
 
-def test_stopping_ends_what_still_runs() -> None:
+def test_stopping_ends_running_calls() -> None:
     async def story(server: RpcServer, channel: grpc.aio.Channel, servicer: Endless) -> None:
         call = planner_pb2_grpc.PlannerServiceStub(channel).WatchLayout(pb.WatchLayoutRequest())
         await call.read()

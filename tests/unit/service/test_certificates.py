@@ -1,4 +1,4 @@
-"""Renewed certificates are reloaded, and the remaining validity is reported."""
+"""Renewed certificates are reloaded, and their remaining validity is reported."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ async def test_an_http_server_goes_on_with_a_renewed_certificate(keys: Path) -> 
         await serving
 
 
-def test_channels_take_what_is_there_when_they_are_made(keys: Path) -> None:
+def test_channels_use_the_files_at_their_creation(keys: Path) -> None:
     folder = TlsFolder(keys / "planner")
     first = folder.channel_credentials()
     assert folder.channel_credentials() is first
@@ -72,7 +72,7 @@ def test_channels_take_what_is_there_when_they_are_made(keys: Path) -> None:
     assert folder.channel_credentials() is renewed, "an incomplete renewal changes nothing"
 
 
-def test_what_is_left_is_a_metric_and_a_warning(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remaining_validity_is_a_metric_and_a_warning(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Security(Role.PLANNER, GuardedSettings(tls_dir=keys / "planner"))
     assert "certificate ends soon" in capsys.readouterr().out
     samples = {

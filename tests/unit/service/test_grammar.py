@@ -1,4 +1,4 @@
-"""A grammar's state follows from the tokens; grammars that cannot be enforced are refused with a reason."""
+"""A grammar's state follows from the tokens. Grammars that cannot be enforced are refused with a reason."""
 
 import json
 import threading
@@ -37,7 +37,7 @@ def grammars(tokenizer_file: Path) -> Grammars:
 
 
 def walk(grammars: Grammars, grammar: Grammar, seed: int) -> list[int]:
-    """Draw tokens uniformly from those allowed, rebuilding the state from the earlier tokens at each step."""
+    """Draw tokens uniformly from the allowed ones, rebuilding the state from the earlier tokens at each step."""
     rng, tokens = np.random.default_rng(seed), list[int]()
     while not tokens or tokens[-1] not in (EOS_ID, TURN_END_ID):
         bits = np.frombuffer(grammars.start(grammar, tokens).compute_bitmask(), np.uint8)
@@ -102,7 +102,7 @@ def test_every_walk_ends_in_the_language(grammars: Grammars, tokenizer_file: Pat
         (GrammarKind.LARK, "start: missing", "missing"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(grammars: Grammars, kind: GrammarKind, text: str, why: str) -> None:
+def test_unenforceable_grammars_are_refused(grammars: Grammars, kind: GrammarKind, text: str, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why) as caught:
         grammars.check(Grammar(kind, text))
     assert caught.value.field == f"sampling.grammar.{kind}"
@@ -121,7 +121,7 @@ def test_what_cannot_be_followed_is_refused(grammars: Grammars, kind: GrammarKin
         ),
     ],
 )
-def test_what_compiles_and_cannot_be_followed_is_refused(
+def test_grammars_that_compile_but_cannot_be_enforced_are_refused(
     grammars: Grammars, kind: GrammarKind, text: str, why: str
 ) -> None:
     """A matcher that gives up allows the answer to end as if it were complete."""
@@ -138,7 +138,7 @@ def test_what_compiles_and_cannot_be_followed_is_refused(
         ({"type": "string", "pattern": "a{1000000}"}, "1,000,000 repetitions"),
     ],
 )
-def test_bounds_are_said_with_what_was_counted(grammars: Grammars, schema: object, why: str) -> None:
+def test_limits_are_reported_with_the_counted_value(grammars: Grammars, schema: object, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         grammars.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
         Grammars(tmp_path / "tokenizer.json")
 
 
-def test_who_asks_for_a_grammar_that_is_being_compiled_waits_for_it(
+def test_a_second_request_for_a_grammar_waits_for_its_compilation(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar, grammars = Grammar(GrammarKind.REGEX, "(ab|cd){2,7}"), Grammars(tokenizer_file, VOCAB)
@@ -200,9 +200,7 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_each_time(grammars: Gramma
             grammars.check(Grammar(GrammarKind.REGEX, "(ab"))
 
 
-def test_grammars_that_nobody_asks_for_any_more_are_forgotten(
-    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_grammars_are_evicted(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, compiled = Grammars(tokenizer_file, VOCAB), list[str]()
     compile_it = grammars._compiled
 

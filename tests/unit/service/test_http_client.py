@@ -29,7 +29,9 @@ async def answering(serve: Serve) -> AsyncGenerator[HttpClient, None]:
 
 
 def saying(*answers: bytes) -> tuple[Serve, list[bytes]]:
-    """A server that sends one answer for each request and then closes; and the list of request heads it has read."""
+    """A server that sends one answer per request and then closes; and the list of the request heads that it has
+    read.
+    """
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -86,7 +88,7 @@ def test_an_answer_that_breaks_off_is_no_answer(answer: bytes) -> None:
     asyncio.run(check())
 
 
-def test_nobody_there_is_told_from_a_broken_call() -> None:
+def test_an_unreachable_server_differs_from_a_broken_call() -> None:
     async def check() -> None:
         client = HttpClient(f"http://127.0.0.1:{free_port()}", connect_timeout_s=1.0)
         with pytest.raises(Unavailable):
@@ -152,6 +154,6 @@ def test_leaving_a_call_closes_its_connection() -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://a:1", "http://", "http://a:x", "http://a:80/v1"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         HttpClient(url)

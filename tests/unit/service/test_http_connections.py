@@ -72,13 +72,13 @@ async def served(
         await serving
 
 
-async def test_who_reads_nothing_is_given_up() -> None:
+async def test_a_connection_that_reads_nothing_is_closed() -> None:
     async with served(is_endless=True) as (parts, _, _), asyncio.timeout(20 * STALL_S):
         await parts.ended.wait()
         await until(lambda: parts.count(499), "its end to be counted")
 
 
-async def test_who_reads_slowly_is_not() -> None:
+async def test_a_connection_that_reads_slowly_stays_open() -> None:
     async with served(is_endless=True) as (parts, reader, _):
         loop = asyncio.get_running_loop()
         until_s = loop.time() + 4 * STALL_S
@@ -88,7 +88,7 @@ async def test_who_reads_slowly_is_not() -> None:
         assert not parts.ended.is_set()
 
 
-async def test_who_begins_a_request_has_some_time_for_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_head_of_a_request_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_HEAD_S", HEAD_S)
     async with served(is_endless=False) as (parts, reader, writer), asyncio.timeout(20 * HEAD_S):
         assert (await reader.readuntil(b"{}")).startswith(b"HTTP/1.1 200")
@@ -104,7 +104,7 @@ async def test_who_begins_a_request_has_some_time_for_its_head(monkeypatch: pyte
         assert parts.count(200) == 2
 
 
-async def test_who_connects_and_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_HEAD_S", HEAD_S)
     async with served(is_endless=False) as (parts, _, _), asyncio.timeout(20 * HEAD_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", parts.server.port)

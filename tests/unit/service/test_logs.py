@@ -55,7 +55,7 @@ def test_a_closed_pipe_costs_lines_and_nothing_else(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_reader_that_has_stalled_holds_nobody_up(form: str) -> None:
+def test_a_stalled_log_reader_delays_nothing(form: str) -> None:
     body = """
 began = time.monotonic()
 for _ in range(2000): log.info("a line", more="x" * 200)
@@ -71,7 +71,7 @@ print(lost() > 1000, time.monotonic() - began < 10)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_value_that_cannot_be_shown_ends_nobody(form: str) -> None:
+def test_an_unprintable_value_ends_no_process(form: str) -> None:
     body = """
 class Bad:
     def __repr__(self): raise KeyError("no")
@@ -146,7 +146,7 @@ logging.getLogger("redis").warning("retrying %s", url)
         ("mail a@b.c", "mail a@b.c"),
     ],
 )
-def test_what_is_a_secret(text: str, shown: str) -> None:
+def test_secrets_are_recognised(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 

@@ -18,7 +18,7 @@ def scrape(port: int) -> str:
         return page.read().decode()
 
 
-def test_who_connects_and_says_little_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_connections_are_closed_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_SCRAPE_S", 0.3)
     port = free_port()
     server = MetricsServer("127.0.0.1", port)

@@ -18,7 +18,7 @@ NAME = "ballast-test/tiny-llama"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """models--ORG--NAME with blobs, refs and a snapshot of links to the blobs; offline."""
+    """An offline cache: models--ORG--NAME with blobs, refs, and a snapshot that consists of links to the blobs."""
     repo = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
     snapshot, blobs = repo / "snapshots" / COMMIT, repo / "blobs"
     for folder in (snapshot, blobs, repo / "refs"):
@@ -51,7 +51,7 @@ def test_a_name_is_the_snapshot_in_the_cache(cache: Path) -> None:
         assert (found.folder / "model.safetensors").is_file()
 
 
-def test_what_is_not_in_the_cache_says_so_and_what_to_do(cache: Path) -> None:
+def test_a_model_missing_from_the_cache_is_reported_with_a_remedy(cache: Path) -> None:
     with pytest.raises(ConfigError, match=r"nobody/nothing: is not in the cache .*HF_HUB_OFFLINE=1 forbids downloads"):
         find_model("nobody/nothing", weights=False)
     with pytest.raises(ConfigError, match=r"'no-such-folder' is no folder on this machine, and no name like org/name"):

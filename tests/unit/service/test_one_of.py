@@ -1,4 +1,4 @@
-"""`oneOf` with overlapping branches: how it is narrowed, and that nothing is allowed that does not validate."""
+"""`oneOf` with overlapping branches is narrowed, and nothing is allowed that does not validate."""
 
 import json
 from collections import Counter
@@ -40,7 +40,7 @@ def allowed(grammars: Grammars, schema: Any, value: Any) -> bool:
     return matcher.is_accepting()
 
 
-def test_what_all_branches_share_is_left_out_and_the_rest_stays() -> None:
+def test_overlapping_types_are_narrowed_and_other_schemas_stay_unchanged() -> None:
     inner = {"properties": {"oneOf": OVERLAPPING, "a": {"prefixItems": [{"anyOf": [OVERLAPPING]}]}}}
     text = json.dumps({**inner, "$defs": {"d": OVERLAPPING}})
     assert narrowed(text).count('{"oneOf": [{"type": ["string"]}, {"type": ["integer"]}]}') == 3
@@ -59,7 +59,7 @@ def test_what_all_branches_share_is_left_out_and_the_rest_stays() -> None:
 
 @given(st.lists(st.lists(st.sampled_from(TYPES), min_size=1, max_size=4, unique=True), min_size=1, max_size=4))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_what_is_allowed_validates(grammars: Grammars, branches: list[list[str]]) -> None:
+def test_allowed_values_validate(grammars: Grammars, branches: list[list[str]]) -> None:
     schema = {"type": "array", "items": {"oneOf": [{"type": types} for types in branches]}, "maxItems": 1}
     try:
         right = [value for value in VALUES if allowed(grammars, schema, [value])]

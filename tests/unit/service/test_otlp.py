@@ -1,4 +1,4 @@
-"""Spans are sent with the ids they were given, or dropped, whatever the collector answers."""
+"""Spans are sent with their ids unchanged, or dropped, whatever the collector answers."""
 
 import asyncio
 import time
@@ -49,7 +49,7 @@ def test_a_span_arrives_as_it_was_given() -> None:
         b"HTTP/1.1 500 No\r\n\r\n",
     ],
 )
-def test_a_collector_that_answers_nonsense_holds_nobody_up(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_collector_delays_nothing(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otlp, "_TIMEOUT_S", 1.0)
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -35,7 +35,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_is_written_down_for_every_call_between_services_who_may_make_it() -> None:
+def test_every_call_between_services_has_its_allowed_callers() -> None:
     methods = {
         f"/{service.full_name}/{method.name}"
         for module in (monitor_pb2, planner_pb2, worker_pb2)

@@ -1,4 +1,4 @@
-"""Settings: sources in order, unknown keys refused, errors that name what is wrong."""
+"""Settings have a fixed order of sources, unknown keys are refused, and errors name the wrong value."""
 
 import re
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tm
         ("worker: {port: [", "not valid YAML"),
     ],
 )
-def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, content: str, complaint: str) -> None:
+def test_a_bad_file_is_named_with_its_error(tmp_path: Path, content: str, complaint: str) -> None:
     file = tmp_path / "ballast.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=complaint):
@@ -144,11 +144,11 @@ def test_replicas_that_are_not_named_can_be_told_apart(settings: type[Settings])
 
 # Addresses and names of services, and settings that all replicas share.
 _OF_REPLICAS = {"port", "monitor_id", "planner_id", "monitor_address", "leadership_ttl_s", "shutdown_timeout_s"}
-_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # exports to other systems
+_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # of other systems
 _NO_POLICY = {*_OF_REPLICAS, *_TOLD, *ServiceSettings.model_fields}
 
 
-def test_what_decides_when_and_how_to_drop_can_be_explained() -> None:
+def test_settings_that_decide_on_drops_are_explained() -> None:
     found = {
         f"{settings.service}.{path}": field.description or ""
         for settings in (MonitorSettings, PlannerSettings)

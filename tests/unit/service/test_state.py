@@ -79,7 +79,7 @@ def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
 
 
 def test_a_lease_is_made_anew_above_a_token_that_others_have_seen() -> None:
-    """The state server behaves as if it came back empty and with an earlier clock."""
+    """The state server acts as if it had restarted empty and with an earlier clock."""
 
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         first = await state.acquire_lease("x", "a", 10.0, "host:1")
@@ -148,7 +148,7 @@ def test_an_operation_without_an_answer_is_unavailable_and_works_again_later() -
     tell(story)
 
 
-def test_who_starts_while_nothing_can_be_written_asks_now_and_then() -> None:
+def test_startup_retries_while_the_state_server_accepts_no_writes() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         async def allow_writing(needed_replica_count: int) -> None:
             await state.redis.config_set("min-replicas-to-write", needed_replica_count)  # pyright: ignore[reportUnknownMemberType]
@@ -289,7 +289,7 @@ async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> 
 
 
 def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
-    """uvloop, which services use, raises its own error for a write to a connection that was just reset."""
+    """uvloop, which services use, raises an error of its own for a write to a connection that was just reset."""
 
     async def story() -> None:
         async with PrivateStateServer() as server, Proxy(f"127.0.0.1:{server.port}") as front, asyncio.timeout(60):
@@ -316,7 +316,7 @@ def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
     uvloop.run(story())
 
 
-def test_keys_that_are_garbage_keep_nobody_from_leading() -> None:
+def test_corrupt_keys_do_not_prevent_leadership() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         redis = state.redis
         keys = (lease_key("x"), f"{lease_key('x')}:token", address_key("x"), candidates_key("x"))
@@ -337,7 +337,7 @@ def test_keys_that_are_garbage_keep_nobody_from_leading() -> None:
     tell(story)
 
 
-def test_a_lease_that_never_ends_is_nobodys() -> None:
+def test_a_lease_without_expiry_has_no_holder() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         await state.acquire_lease("x", "a", 10.0, "host:1")
         await state.run(state.redis.persist(lease_key("x")))

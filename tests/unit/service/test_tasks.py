@@ -9,7 +9,7 @@ from ballast.service.metrics import TASK_FAILURES
 from ballast.service.tasks import Work, run_supervised, unless_it_fails
 
 
-def test_what_is_asked_for_is_done_before_the_group_ends() -> None:
+def test_requested_work_is_done_before_the_group_ends() -> None:
     done: list[int] = []
 
     async def note(number: int) -> None:
@@ -42,7 +42,7 @@ def test_nothing_is_begun_once_it_has_ended_and_nothing_is_left() -> None:
     assert not begun
 
 
-def test_nothing_is_left_of_what_is_cancelled_before_it_has_begun() -> None:
+def test_a_task_cancelled_before_its_start_leaves_nothing() -> None:
     begun: list[bool] = []
 
     async def late() -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_left_of_what_is_cancelled_before_it_has_begun() -> None:
     assert not begun
 
 
-def test_a_group_that_nobody_has_entered_is_a_bug() -> None:
+def test_using_a_group_before_entering_it_is_a_bug() -> None:
     async def work() -> None: ...
 
     with pytest.raises(RuntimeError, match="has not been entered"):
@@ -93,7 +93,7 @@ def test_a_loop_that_fails_begins_anew_and_is_counted(error: Exception) -> None:
     assert 0.05 < first_s < second_s
 
 
-def test_a_call_that_was_cancelled_does_not_end_who_waited_for_it() -> None:
+def test_a_cancelled_call_does_not_end_its_waiting_task() -> None:
     """gRPC raises CancelledError for a cancelled call, although the task itself was not cancelled."""
     begun: list[bool] = []
 
@@ -121,7 +121,7 @@ def test_a_call_that_was_cancelled_does_not_end_who_waited_for_it() -> None:
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("error", [InvariantViolation("blocks do not add up"), ConfigError("port", "taken")])
-def test_what_may_end_a_service_does(error: Exception, is_grouped: bool) -> None:
+def test_errors_that_may_end_a_service_end_it(error: Exception, is_grouped: bool) -> None:
     async def broken() -> None:
         if is_grouped:
             raise ExceptionGroup("inner", [KeyError("beside it"), error])
@@ -136,7 +136,7 @@ def test_what_may_end_a_service_does(error: Exception, is_grouped: bool) -> None
     assert caught.value.subgroup(type(error)) is not None
 
 
-def test_something_that_fails_once_is_counted_and_others_go_on() -> None:
+def test_a_single_failure_is_counted_and_other_tasks_continue() -> None:
     done: list[str] = []
 
     async def fails() -> None:

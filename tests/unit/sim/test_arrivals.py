@@ -51,6 +51,6 @@ def test_a_scenario_scales_its_arrivals_and_raises_its_burst() -> None:
     assert rate_per_s(instants_s, 100.0, 200.0) == pytest.approx(20.0, rel=0.15)
 
 
-def test_neither_a_trace_nor_arrivals_is_told() -> None:
+def test_a_scenario_without_trace_and_arrivals_is_refused() -> None:
     with pytest.raises(ConfigError, match="the scenario names none"):
         trace_of(make_scenario(PLAIN, "test"), 4096)

@@ -25,7 +25,7 @@ def watched(act: Callable[[World], None], *, seconds: float = 20.0) -> World:
 
 
 def cut(world: World, *, planners: bool) -> None:
-    """Cut all workers off from the monitors for good, and from the planners if `planners` is set."""
+    """Cut all workers off from the monitors permanently, and from the planners if `planners` is set."""
     for worker in world.instances:
         for node in (*world.monitors, *(world.planners if planners else ())):
             world.lines.cut(worker, node)

@@ -1,4 +1,4 @@
-"""The catalogue's figures against published measurements: layers without attention, and all-reduces.
+"""The catalogue's figures are compared with published measurements of layers without attention and of all-reduces.
 
 The tables are medians of microsoft/vidur (MIT licence, Copyright (c) Microsoft Corporation), commit 7d47513 of
 2024-11-19: `data/profiling/compute/*/mlp.csv` (norms, projections, rope, MLP and two adds of one layer, without the
@@ -98,8 +98,10 @@ def _roofline(model: str, gpu: Gpu, ranks: int) -> SimRoofline:
 
 
 @pytest.mark.parametrize("row", _LAYERS_MS.split("\n")[1:-1])
-def test_a_layer_takes_what_it_was_measured_to_take(row: str) -> None:
-    """Within 16 %, or 20 % where eight GPUs share a layer. Our all-reduces are excluded, since the table has none."""
+def test_a_layer_takes_the_measured_time(row: str) -> None:
+    """The tolerance is 16 %, or 20 % where eight GPUs share a layer. Our all-reduces are excluded, since the table has
+    none.
+    """
     name, model, ranks, *measured_ms = row.split()
     gpu, rank_count = find_gpu(name, "test"), int(ranks)
     alone = gpu.model_copy(update={"collective_latency_s": 0.0, "scale_up_bytes_per_s": 1e30})
@@ -110,7 +112,7 @@ def test_a_layer_takes_what_it_was_measured_to_take(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", _ALL_REDUCES_MS.split("\n")[1:-1])
-def test_an_all_reduce_takes_what_it_was_measured_to_take(row: str) -> None:
+def test_an_all_reduce_takes_the_measured_time(row: str) -> None:
     """Each layer of a model with a hidden size of 8,192 has two all-reduces, of 1 MB for 64 tokens."""
     name, ranks, *measured_ms = row.split()
     gpu = find_gpu(name, "test")

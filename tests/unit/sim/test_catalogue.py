@@ -82,7 +82,7 @@ def test_a_batch_costs_at_least_reading_the_parameters_and_grows_with_everything
     assert all(less < more for less, more in pairwise(costs))
 
 
-def test_two_stages_take_what_one_takes_but_for_the_overhead() -> None:
+def test_two_stages_take_the_time_of_one_plus_overhead() -> None:
     work = roofline("Qwen2.5-14B", "8xA800").work(batch((0, 700), (900, 1)))
     halves = work.on(20, is_last=False) + work.on(28, is_last=True)
     assert halves == pytest.approx(work.on(48, is_last=True) + work.stage_s)
@@ -135,7 +135,7 @@ def test_a_cluster_may_have_gpus_of_several_kinds() -> None:
 
 
 @pytest.mark.parametrize("text", ["8xA800+", "A800", "8", "8xB300", "0xA800", "8xA100", ""])
-def test_what_is_no_cluster_is_said_to_be_none(text: str) -> None:
+def test_invalid_clusters_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^cluster"):
         find_cluster(text)
 

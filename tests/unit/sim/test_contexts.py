@@ -1,4 +1,4 @@
-"""The table of longest contexts, which agrees with what the planner would find."""
+"""The table of longest contexts, which agrees with the planner's results."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from sim.hardware import find_gpu, find_model
 from tools.cli.main import main
 
 
-def test_a_pair_of_small_cards_holds_what_the_model_allows() -> None:
+def test_a_pair_of_small_cards_holds_the_models_maximum_length() -> None:
     found = context_of(find_model("Llama-3.1-8B"), find_gpu("L4", "--gpu"), 1)
     alone, pair = found.tokens[1], found.tokens[2]
     assert alone is not None
@@ -16,7 +16,7 @@ def test_a_pair_of_small_cards_holds_what_the_model_allows() -> None:
     assert list(found.tokens) == list(COUNTS)
 
 
-def test_what_does_not_fit_holds_nothing() -> None:
+def test_a_model_that_does_not_fit_has_no_context() -> None:
     found = context_of(find_model("Llama-3.1-70B"), find_gpu("L4", "--gpu"), 1)
     assert set(found.tokens.values()) == {None}
     assert table([found])[-1].startswith("| Llama-3.1-70B, 1 x L4 | - | - |")

@@ -1,4 +1,4 @@
-"""Faults in a simulation, and that every request is served nevertheless."""
+"""Every request is served despite faults in a simulation."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""A newcomer's first impression: a burst on a cluster that has served no request before."""
+"""A burst on a cluster that has served no request before, as a newcomer would send it."""
 
 from benchmarks.first_block import run as first_block
 from sim.hardware import find_cluster, find_model
@@ -6,7 +6,7 @@ from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import SimRun
 from tools.bench.traces import Trace, TraceRequest
 
-COUNT, WITHIN_S = 353, 12.0  # what the dashboard's button sends to four A100 with 40 GB
+COUNT, WITHIN_S = 353, 12.0  # the dashboard's burst on four A100 with 40 GB
 
 
 def burst_job(policy: str) -> SimJob:

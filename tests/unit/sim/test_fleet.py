@@ -1,4 +1,4 @@
-"""Placement of requests on a fleet whose instances start and stop."""
+"""Placement of requests on instances that start and stop."""
 
 import random
 

@@ -7,12 +7,12 @@ from sim.world import World
 from tests.support.simulated import options
 
 FLOOD_COUNT, FLOOD_AT_S = 3000, 2.0
-ANSWER_TOKENS = 150  # of the flood; each of its answers takes about 5 s
-BATCH_S = 0.8  # a full prompt batch that is running on arrival, plus the request's own batch
+ANSWER_TOKENS = 150  # answer length of the flood's requests, each of which takes about 5 s
+BATCH_S = 0.8  # duration of the full prompt batch that is running on arrival, plus that of the request's own batch
 
 
-def test_who_asks_now_and_then_is_served_in_a_flood() -> None:
-    """Each request waits only for the running batch: for no queued request, and for no answer to end."""
+def test_an_occasional_caller_is_served_in_a_flood() -> None:
+    """Each request waits only for the running batch. It waits for no queued request, and for no answer to end."""
     few = [Arrival(FLOOD_AT_S + 6.0 + 1.5 * i, 300, 16, "few") for i in range(8)]
     flood = [Arrival(FLOOD_AT_S + 1e-4 * i, 200, ANSWER_TOKENS, "flood") for i in range(FLOOD_COUNT)]
     arrivals = sorted(few + flood)

@@ -1,4 +1,4 @@
-"""How long survivors of a pipeline lack layers: `pytest -s tests/unit/sim/test_lost_layers.py` prints it."""
+"""How long the survivors of a pipeline lack layers. `pytest -s tests/unit/sim/test_lost_layers.py` prints the times."""
 
 from dataclasses import replace
 
@@ -19,12 +19,12 @@ _CRASH_S = 10.0
 @pytest.mark.parametrize(
     ("cluster", "degree", "within_s"),
     [
-        ("4xA100-40G", 4, 3.5),  # a quarter of the layers is only on disk; reading all missing ones takes 6.6 s
+        ("4xA100-40G", 4, 3.5),  # only disk has a quarter of the layers; reading all missing ones takes 6.6 s
         ("5xA100-40G", 4, 3.0),  # the fifth instance has them
         ("4xA100-40G", 2, 3.0),  # the other pair has them; from disk it takes 4.4 s
     ],
 )
-def test_survivors_take_layers_from_those_who_have_them(cluster: str, degree: int, within_s: float) -> None:
+def test_survivors_pull_layers_from_their_holders(cluster: str, degree: int, within_s: float) -> None:
     wanted = options("static-pipeline", cluster=cluster, check_every=500)
     transitions = replace(wanted.rules.planner.transitions, pipeline_degree=degree)
     rules = replace(wanted.rules, planner=replace(wanted.rules.planner, transitions=transitions))

@@ -1,4 +1,4 @@
-"""Sizes of a device's memory."""
+"""The simulated sizes of a device's memory."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from ballast.common.errors import ConfigError
 from sim.memory import Geometry, SimMemory
 
 
-def test_a_memory_has_what_its_geometry_says_and_takes_time_to_change() -> None:
+def test_a_memory_matches_its_geometry_and_takes_time_to_change() -> None:
     geometry = Geometry.choose(
         budget_bytes=40 * 10**9,
         layer_count=4,

@@ -28,7 +28,7 @@ class Net:
         return self.seen
 
 
-def test_one_transfer_has_the_card_for_itself() -> None:
+def test_a_lone_transfer_has_the_cards_full_rate() -> None:
     net = Net()
     net.transfer("a", "b", 1000)
     assert net.run() == {"ab": pytest.approx(10.5)}
@@ -41,7 +41,7 @@ def test_both_directions_share_a_card() -> None:
     assert net.run() == {"ab": pytest.approx(20.5), "ba": pytest.approx(20.5)}
 
 
-def test_who_comes_later_shares_from_then_on_and_who_goes_leaves_the_rest() -> None:
+def test_transfers_share_the_card_while_they_overlap() -> None:
     net = Net()
     net.transfer("a", "b", 1000)
     net.clock.at(5.0, b"later", lambda: net.transfer("c", "b", 250))

@@ -1,4 +1,4 @@
-"""Huge pages are requested only where memory has grown, and its contents stay unchanged."""
+"""Huge pages are requested only for memory that has grown, and its contents stay unchanged."""
 
 import gc
 from pathlib import Path

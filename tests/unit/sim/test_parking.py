@@ -90,7 +90,7 @@ def test_the_last_one_that_serves_stays() -> None:
 
 
 @pytest.mark.parametrize("crashed", [0, 1])
-def test_who_parks_or_wakes_may_die(crashed: int) -> None:
+def test_an_instance_may_crash_while_it_parks_or_wakes(crashed: int) -> None:
     """After a restart it serves, whatever it was doing before."""
     world = parking_world(burst())
     at(world, 5.0, crashed, away=True)

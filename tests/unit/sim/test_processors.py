@@ -1,4 +1,4 @@
-"""Engines on shared processors."""
+"""Engines that share processors."""
 
 from dataclasses import replace
 
@@ -13,13 +13,13 @@ from tests.support.simulated import options
 _ONE, _OTHER = WorkerId("w0"), WorkerId("w1")
 
 
-def test_whoever_has_a_processor_to_himself_is_not_slowed_down() -> None:
+def test_an_engine_with_its_own_processor_is_not_slowed_down() -> None:
     processors = Processors(Contention(processors=2, step_s=0.004, token_s=0.001))
     assert processors.slowdown(_ONE, 0.0, 0.010, 4) == 1.0  # 1.8 of 2 processors are wanted
     assert processors.slowdown(_ONE, 0.010, 0.010, 4) == 1.0  # its own previous step is over
 
 
-def test_two_engines_share_with_what_serves_them() -> None:
+def test_two_engines_share_processors_with_the_services() -> None:
     processors = Processors(Contention(processors=2, step_s=0.002, token_s=0.001, background=0.1, together=1.2))
     assert processors.slowdown(_ONE, 0.0, 0.010, 4) == 1.0  # it runs alone
     # Wanted: 1 + 0.4 (2 ms + 2 x 1 ms in 10 ms), 1 + 0.6, and 0.1 in the background. Available: 2.

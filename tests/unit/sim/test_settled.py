@@ -1,4 +1,4 @@
-"""The closed form against a simulation: the load that pairs sustain, and where a steady load settles."""
+"""Compares the closed form with a simulation: the load that pairs sustain, and where a steady load settles."""
 
 import math
 
@@ -53,7 +53,9 @@ def test_demand_grows_faster_than_the_rate_until_there_is_no_end_to_it() -> None
 
 
 def test_a_simulated_burst_wants_as_much_as_the_closed_form_says() -> None:
-    """Within a third: the trace's answers all have one length; in the closed form they end at a constant rate."""
+    """The tolerance is a third: the trace's answers all have the same length, but in the closed form they end at a
+    constant rate.
+    """
     machine = find_cluster("2xA100-80G")
     calm, burst = steady(1.0, 30.0), steady(3.0, 30.0)
     later = [TraceRequest(30.0 + r.arrival_s, r.input_tokens, r.output_tokens) for r in burst.requests]

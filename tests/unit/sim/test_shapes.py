@@ -170,7 +170,7 @@ def times(gpu: str, quantization: Quantization | None, kv_cache_dtype: KvCacheDt
     return costs.work([Slice(0, 0, (0,) * 4096, True)]).layer_s, costs.decodes(64, 64 * 4096).layer_s
 
 
-def test_what_is_stored_in_fewer_bits_is_read_faster_and_multiplied_as_fast_as_the_gpu_can() -> None:
+def test_fewer_bits_are_read_faster_and_multiplied_at_the_gpus_speed() -> None:
     (prompt, decode), (fp8_prompt, fp8_decode) = times("H100", None), times("H100", "fp8")
     assert 0.5 < fp8_prompt / prompt < 0.75
     assert fp8_decode < decode
@@ -191,7 +191,7 @@ def test_a_folder_names_a_model_for_simulations(tmp_path: Path) -> None:
     assert model_of("qwen2.5-14b", find_cluster("8xA800").gpu).source != found.source
 
 
-def test_what_cannot_be_counted_is_said() -> None:
+def test_uncountable_configs_are_refused() -> None:
     gpu = find_gpu("A800", "gpu")
     with pytest.raises(ConfigError, match=r"config\.json: hidden_size: must be a whole number"):
         spec_of_config("m", {key: value for key, value in QWEN.items() if key != "hidden_size"}, gpu)

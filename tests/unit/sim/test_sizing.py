@@ -59,7 +59,9 @@ def test_the_answer_is_that_of_an_exhaustive_search(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["recompute", "drop"])
 @pytest.mark.parametrize("seed", range(4))
 def test_more_gpus_never_answer_worse(policy: str, seed: int) -> None:
-    """Tolerates one request in a hundred for chance. Answers of a thousand tokens may be judged before they end."""
+    """Tolerates one request in a hundred, because results vary by chance. Answers of a thousand tokens may be judged
+    before they end.
+    """
     rng = random.Random(seed)
     goal = Slo(ttft_s=rng.choice((0.5, 1.0, 2.0)), tpot_s=rng.choice((None, 0.1)))
     job = burst(seed, rate_per_s=rng.uniform(0.3, 1.5), answer_scale=rng.choice((1.0, 5.0)))
@@ -88,7 +90,7 @@ def test_a_run_ends_as_soon_as_the_goal_is_missed_for_certain() -> None:
 
 
 @pytest.mark.parametrize("least", [1, 3, 10])
-def test_the_search_finds_what_there_is_wherever_it_begins(least: int) -> None:
+def test_the_search_finds_the_result_from_any_start(least: int) -> None:
     for needed in range(least, 41):
         for guess in range(least, 41):
             asked: list[int] = []
@@ -131,7 +133,7 @@ def test_a_request_is_judged_by_its_first_token_and_its_steps(
     assert (judge.met_count, judge.missed_count) == (int(kept is True), int(kept is False))
 
 
-def test_what_is_open_at_the_end_is_judged_by_the_steps_that_it_had() -> None:
+def test_open_requests_are_judged_by_their_steps_so_far() -> None:
     slow, quick = record(0.0, 0.5, 0.6, wanted=99), record(0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, wanted=99)
     judge = Judge(Slo(ttft_s=1.0, tpot_s=0.2), [slow, quick])
     assert not judge.look(1.1)
@@ -165,20 +167,18 @@ def test_the_command_writes_a_table_a_paragraph_a_page_and_a_figure(
     words = " ".join(capsys.readouterr().out.split())
     assert "The goal: 99 % of the requests get their first token within 2.00 s." in words
     found = json.loads(told.read_text())
-    assert f"Static, {found['gpus']['recompute']} A100-40G keep it." in words
+    assert f"Static, {found['gpus']['recompute']} A100-40G meet it." in words
     assert found["words"] in html.read_text()
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_where_computing_is_short_it_says_that_nothing_is_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_if_compute_is_short_the_command_reports_no_savings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "prompts.csv"
     rows = [f"{i * 0.1:.1f},2000,2" for i in range(100)]
     path.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]) + "\n")
     assert main(["size", str(path), "--model", "llama-2-13b", "--gpu", "A100-40G"]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert "Dropping parameters saves nothing here. Computing is what is short: prompts alone take" in words
+    assert "Dropping parameters saves nothing here. Compute is the bottleneck: prompts alone need" in words
 
 
 @pytest.mark.rotating
@@ -202,10 +202,10 @@ def test_parking_saves_gpu_hours_where_a_valley_follows_a_burst(
     assert "with both" in capsys.readouterr().out
 
 
-def test_what_is_not_enough_is_told(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_insufficient_maximum_is_reported(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model", "llama-2-13b", "--gpu", "A100-40G", "--slo-ttft-s", "0.01", "--max-gpus", "2")
     assert main(["size", str(trace), *flags, "--policy", "recompute"]) == 0
-    assert "2 GPUs of type A100-40G are not enough" in " ".join(capsys.readouterr().out.split())
+    assert "2 GPUs of type A100-40G do not suffice" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_is_not_enough_is_told(trace: Path, capsys: pytest.CaptureFixture[s
         (("--gpu", "A800", "--policy", "evict"), "'evict'; known are"),
     ],
 )
-def test_what_is_asked_wrongly_is_told(
+def test_usage_errors_are_reported(
     trace: Path, flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["size", str(trace), "--model", "llama-2-13b", *flags]) == 2

@@ -1,4 +1,4 @@
-"""Clusters with several kinds of GPUs, with every KV read checked: instances that overflow in a burst are merged."""
+"""Clusters with several kinds of GPUs: instances that overflow in a burst are merged, and every KV read is checked."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from tests.support.simulated import options
 
 @pytest.mark.rotating
 def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
-    """Stages with different block counts exchange KV exactly, and have more room together than alone."""
+    """Stages with different block counts exchange KV exactly, and together have more room than alone."""
     wanted = options(cluster="1xA100-40G+1xH100-80G", check_every=5000)
     # Otherwise requests would migrate to the large GPU, and fit there.
     rules = replace(wanted.rules, migrations=replace(wanted.rules.migrations, relieves=False))
@@ -34,7 +34,9 @@ def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
 
 @pytest.mark.rotating
 def test_small_gpus_keep_computing_as_their_long_requests_move_to_large_ones() -> None:
-    """One answer in ten is long; without migration, these would fill the small GPUs and leave their compute idle."""
+    """One answer in ten is long. Without migration, long answers would fill the small GPUs and leave their compute
+    idle.
+    """
     wanted = options(cluster="2xA100-40G+1xA100-80G", check_every=50000)
     arrivals = [Arrival(0.024 * i, 400, 3000 if i % 10 == 3 else 60) for i in range(1500)]
     world = World(replace(wanted, model=find_model("Qwen2.5-14B"), marks=True), arrivals)
@@ -46,7 +48,9 @@ def test_small_gpus_keep_computing_as_their_long_requests_move_to_large_ones() -
 
 
 def test_small_gpus_that_are_full_are_merged_with_each_other_while_requests_wait() -> None:
-    """Three have 40 GB and two 160 GB: less than half of all memory is in use, but the small ones delay the burst."""
+    """Three GPUs have 40 GB and two have 160 GB. Less than half of all memory is in use, but the small GPUs delay the
+    burst.
+    """
     job = replace(job_of(CELLS["any-5-4x-mixed-burst"], None, "drop", 0), stop_after_s=38.0)
     [(_, rules)] = specs_of(job)
     (drop,) = world_of(job, rules).run().transitions

@@ -54,7 +54,7 @@ def test_a_burst_drops_parameters_and_their_return_is_awaited(runs: dict[str, Si
     assert done[0] == ("drop", "done")
     assert ("restore", "done") in done
     drop = runs["drop"].transitions[0]
-    assert drop.total("freed_parameter_bytes") == pytest.approx(25e9, rel=0.1)  # 26 GB without embedding and head
+    assert drop.total("freed_parameter_bytes") == pytest.approx(25e9, rel=0.1)  # 26 GB less embedding and head
     assert drop.total("kv_bytes_sent") > 1e9
     assert 0.0 < drop.longest_s("max_stall_s") < 2.0
     capacities = [sample.kv_capacity_bytes for sample in runs["drop"].samples]
@@ -70,7 +70,7 @@ def test_dropping_serves_the_burst_sooner(runs: dict[str, SimRun]) -> None:
     assert runs["recompute"].bubble_fraction is None
 
 
-def test_the_first_token_of_a_lone_request_takes_what_the_machine_takes() -> None:
+def test_the_ttft_of_a_lone_request_follows_from_the_machine() -> None:
     lone = world(arrivals=[Arrival(0.0, 1000, 3)]).run().records[0]
     # 2 FLOPs for each of 12.7 G parameters and 1,000 tokens at 0.72 of 312 TFLOPS, plus attention.
     assert lone.token_times_s[0] == pytest.approx(0.125, rel=0.1)
@@ -116,7 +116,9 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
 
 
 def test_most_tokens_come_by_steps_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With production rules. Otherwise simulations would take three times as long, and no other test would notice."""
+    """This holds with production rules. Without it, simulations would take three times as long, and no other test would
+    notice.
+    """
     one_by_one = 0
     deliver = Clients.deliver
 
@@ -131,7 +133,7 @@ def test_most_tokens_come_by_steps_taken_together(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("host_bytes", [0, 64 << 30])
-def test_so_do_they_where_prompts_begin_alike(host_bytes: int) -> None:
+def test_with_common_prefixes_too_most_tokens_come_by_steps_taken_together(host_bytes: int) -> None:
     arrivals = [
         arrival._replace(hash_ids=(place % 25, 100 + place % 25, 1000 + place), hash_tokens=512)
         for place, arrival in enumerate(burst(burst_per_s=12.0))
@@ -239,14 +241,14 @@ def test_a_cruise_ends_where_no_block_is_left() -> None:
 
 
 @pytest.mark.parametrize("policy", ["drop", "recompute"])
-def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
+def test_objects_created_for_events_form_no_cycles(policy: str) -> None:
     """The garbage collector is off during a run, so reference cycles would stay until the end."""
     kept = world(policy, check_every=0)
     gc.collect()
     gc.disable()  # or it would collect as soon as the run has ended
     try:
         run = kept.run()
-        # Parts of a transition refer to each other, but transitions are few.
+        # Parts of a transition refer to each other, but there are few transitions.
         assert gc.collect() < run.event_count / 100 + 500 * len(run.transitions)
     finally:
         gc.enable()
@@ -265,7 +267,7 @@ def p50_tpot_s(run: SimRun) -> float:
 
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize(("policy", "beyond"), [("recompute", 0.1), ("static-pipeline", 0.25)])
-def test_at_overload_tokens_take_what_they_may_and_requests_wait_instead(policy: str, beyond: float) -> None:
+def test_under_overload_tokens_meet_their_target_and_requests_wait(policy: str, beyond: float) -> None:
     """More requests arrive than the instances can compute, but memory suffices for all."""
     free, bound = (with_target(policy, it, burst(base_per_s=9.0), "2xA100-80G") for it in (None, 0.06))
     assert p50_tpot_s(free) > 0.07

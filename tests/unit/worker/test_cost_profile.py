@@ -1,4 +1,4 @@
-"""The profile's file: what was written is read back, and anything else is refused with a reason."""
+"""The profile's file survives writing and reading, and any other content is refused with a reason."""
 
 import json
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_written_comes_back(file: Path) -> None:
+def test_a_written_profile_reads_back(file: Path) -> None:
     profile = read_matching(file, KEY)
     assert profile.costs.stages() == STAGES
     assert profile.key == KEY
@@ -119,7 +119,7 @@ def test_a_wrong_file_is_refused_by_its_first_wrong_field(
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"no JSON", b"\xff\xfe\x00"])
-def test_what_is_no_profile_at_all_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_other_files_than_profiles_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="no cost profile"):

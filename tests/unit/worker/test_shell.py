@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("model") / "llama", layers=2, max_len=256)
 
 
-# Any: the types that a story sends and yields do not matter.
+# Any: the types that a story's coroutine sends and yields do not matter.
 def play(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(story)
 
@@ -68,7 +68,7 @@ async def test_outputs_come_complete_and_in_order(model: Path) -> None:
         shell.load().memory.check()
 
 
-async def test_an_abort_frees_what_the_request_held(model: Path) -> None:
+async def test_an_abort_frees_the_requests_blocks(model: Path) -> None:
     async with running_shell(model, slow) as shell:
         stream = await shell.open_stream()
         event = submission(stream, LONG)
@@ -200,7 +200,7 @@ def test_a_broken_invariant_of_the_engine_is_no_failed_step(model: Path) -> None
 
 
 def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
-    """Otherwise the worker would seem to be alive, and whoever waits for it would wait for ever."""
+    """Otherwise the worker would seem to be alive, and its caller would wait for it forever."""
 
     def break_down(step: int) -> None:
         raise InvariantViolation("a block belongs to two")
@@ -223,7 +223,7 @@ def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
     assert caught.group_contains(InvariantViolation, match="a block belongs to two")
 
 
-async def test_a_drain_finishes_what_is_there_and_refuses_the_rest(model: Path) -> None:
+async def test_a_drain_finishes_running_requests_and_refuses_new_ones(model: Path) -> None:
     async with running_shell(model, slow, max_running_count=1) as shell:
         stream = await shell.open_stream()
         before = [submission(stream, 20) for _ in range(2)]

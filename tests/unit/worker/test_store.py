@@ -69,7 +69,7 @@ async def test_an_instance_of_several_ranks_gets_a_gpu_for_each() -> None:
         with pytest.raises(ConfigError, match="other workers have them all"):
             async with claimed_devices("cuda:auto", 2, lambda: gpus, leases, WorkerId("w1")):
                 pass
-        assert sorted(leases.holders) == ["gpu:GPU-a", "gpu:GPU-b"]  # the lease that it had acquired has been released
+        assert sorted(leases.holders) == ["gpu:GPU-a", "gpu:GPU-b"]  # the third lease was released
     assert leases.holders == {}
 
 
@@ -82,7 +82,7 @@ async def test_ranks_have_the_devices_from_a_named_one_on(wanted: str, devices: 
         assert given == devices
 
 
-async def test_a_named_device_is_claimed_from_nobody() -> None:
+async def test_a_named_device_needs_no_claim() -> None:
     for device in ("cpu", "cuda", "cuda:3"):
         async with claimed_device(device, list, Leases(), WorkerId("w0")) as given:
             assert given == device

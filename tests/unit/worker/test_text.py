@@ -56,7 +56,7 @@ def test_invalid_bytes_do_not_hold_the_text_back_for_ever() -> None:
     assert "".join(pieces) == "\ufffd" * 47
 
 
-def test_random_bytes_give_what_decoding_at_once_gives() -> None:
+def test_random_bytes_decode_as_all_at_once() -> None:
     tokenizer, rng = byte_level(), random.Random(5)
     for _ in range(200):
         ids = [rng.randrange(256) for _ in range(60)]

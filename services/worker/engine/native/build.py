@@ -98,8 +98,8 @@ def _run(command: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=LIBRARY)
-    parser.add_argument("--sanitize", default="", metavar="LIST", help="address,undefined: slow, for tests")
-    parser.add_argument("--required", action="store_true", help="fail if they cannot be built")
+    parser.add_argument("--sanitize", default="", metavar="LIST", help="such as address,undefined; slow")
+    parser.add_argument("--required", action="store_true", help="fail if the kernels cannot be built")
     arguments = parser.parse_args()
     try:
         build(arguments.out, arguments.sanitize)

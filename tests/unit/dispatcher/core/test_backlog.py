@@ -1,4 +1,4 @@
-"""Order and counts of the backlog; the drain rate; the heap of deadlines."""
+"""The backlog's order and counts, its drain rate, and the heap of deadlines."""
 
 import random
 
@@ -35,7 +35,7 @@ def test_order_is_class_then_serial_however_they_come_and_go() -> None:
     assert backlog.slice(5, 3) == list(backlog)[5:8]
 
 
-def test_removing_what_is_not_there_is_a_bug() -> None:
+def test_removing_an_absent_request_is_a_bug() -> None:
     backlog = Backlog()
     backlog.add(tracked(1))
     with pytest.raises(InvariantViolation):
@@ -52,9 +52,7 @@ def test_a_newcomer_stands_behind_its_own_class_and_the_better_ones() -> None:
 @pytest.mark.parametrize(
     ("order", "wanted"), [("first-come", [1, 2, 3]), ("shortest-first", [2, 3, 1]), ("deadline", [3, 1, 2])]
 )
-def test_the_order_within_a_class_is_chosen_and_what_was_served_elsewhere_goes_first(
-    order: str, wanted: list[int]
-) -> None:
+def test_requests_served_elsewhere_go_first_within_their_class(order: str, wanted: list[int]) -> None:
     backlog = Backlog(Order(order))
     for serial, prompt, deadline_at_s in ((1, 30, 5.0), (2, 10, 9.0), (3, 20, 1.0), (-4, 99, 99.0)):
         asked = request(f"r{serial}", prompt=prompt, deadline_at_s=deadline_at_s)

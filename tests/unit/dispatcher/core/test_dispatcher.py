@@ -144,7 +144,7 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.core.next_timer_s() == pytest.approx(2.0)
     story.now_s = 2.0
     assert story.handle(d.DispatcherTick(2.0)).places == [("large", "a")]
-    # Its waiting blocks now count on the worker: nothing else overtakes it, so it cannot starve.
+    # Its waiting blocks now count as load of the worker, so nothing else overtakes it, and it cannot starve.
     story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
     story.submit("next")
     story.submit("over")
@@ -224,7 +224,7 @@ def test_losing_a_worker_twice_is_the_same_as_once() -> None:
     assert story.lose("a").commands == []
 
 
-def test_a_worker_that_connects_anew_has_forgotten_what_it_had() -> None:
+def test_a_worker_that_reconnects_has_forgotten_its_requests() -> None:
     story = Story("a")
     story.submit("r")
     assert [p.attempt for p in story.connect("a").of(d.PlaceOnWorker)] == [2]
@@ -287,8 +287,8 @@ def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
     assert finishes(story.finish("a", "good")) == {"good": "length"}
 
 
-def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
-    """A request that only a lost group could hold fails as `Overloaded`, not as `InvalidRequest`."""
+def test_a_request_that_only_a_lost_group_could_hold_is_no_client_error() -> None:
+    """A request that only a lost group could hold fails as `Overloaded` rather than as `InvalidRequest`."""
     story = Story("a", "b")
     story.connect("a", load(block_count=256))
     story.connect("b", load(block_count=128))
@@ -354,7 +354,7 @@ def test_a_layout_made_anew_is_taken_whatever_its_epoch() -> None:
         assert story.adopt(key("b")).of(d.Connect) == ([d.Connect(key("b"), "b:1")] if epoch == 0 else [])
 
 
-def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new() -> None:
+def test_a_draining_worker_finishes_its_requests_and_gets_no_new_ones() -> None:
     story = Story("a", "b")
     story.submit("r")
     story.adopt(key("a"), key("b"), draining=[key("a")])
@@ -402,7 +402,7 @@ def test_without_a_worker_requests_wait_and_then_fail() -> None:
     assert story.handle(d.DispatcherTick(15.0)).errors == {"r2": "Unavailable"}
 
 
-def test_a_worker_that_comes_in_time_gets_what_waited() -> None:
+def test_a_worker_that_joins_in_time_gets_the_waiting_requests() -> None:
     story = Story(limits=Limits(no_worker_timeout_s=10.0))
     story.submit("r")
     story.adopt(key("a"))
@@ -434,7 +434,7 @@ def test_a_client_that_leaves_frees_the_worker_at_once() -> None:
     assert again.commands == []
 
 
-def test_a_request_nobody_cancelled_must_not_end_cancelled() -> None:
+def test_only_a_cancelled_request_may_end_cancelled() -> None:
     story = Story("a")
     story.submit("r")
     answer = story.step("a", endings=[d.Ending(story.handle_of("r"), FinishReason.CANCELLED)])
@@ -475,7 +475,7 @@ def test_when_time_is_up_everything_ends_with_a_reason() -> None:
     assert answer.errors == {"r": "Unavailable"}
 
 
-def test_a_look_at_one_worker_sees_what_is_wrong_there() -> None:
+def test_checking_one_worker_finds_its_errors() -> None:
     story = Story("a", "b")
     story.submit("r")
     story.core.check_step(key("a"))

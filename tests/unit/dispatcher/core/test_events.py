@@ -1,4 +1,4 @@
-"""Events are logged when an invariant breaks, without the text or tokens of prompts and answers."""
+"""Events are logged when an invariant breaks, without text or tokens of prompts and answers."""
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams

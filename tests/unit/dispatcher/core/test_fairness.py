@@ -1,4 +1,4 @@
-"""No request starves: callers take turns by tokens, and classes that have waited long are promoted."""
+"""No request starves: callers alternate according to their tokens, and classes that have waited long are promoted."""
 
 import random
 
@@ -82,7 +82,7 @@ def test_answers_count_once_they_are_known() -> None:
     assert made.go(3) == ["little"] * 3
 
 
-def test_who_was_away_has_saved_nothing_up() -> None:
+def test_an_idle_caller_accumulates_no_credit() -> None:
     made = Waiting()
     made.come("always", 200)
     made.go(100)
@@ -91,8 +91,8 @@ def test_who_was_away_has_saved_nothing_up() -> None:
     assert served.count("later") in (20, 21)
 
 
-def test_what_comes_back_has_had_its_turn() -> None:
-    """A request returns to the front after its worker was lost or had no room."""
+def test_a_returned_request_is_not_charged_again() -> None:
+    """A request returns to the front of the queue after its worker was lost or had no room."""
     made = Waiting()
     lost, *_ = made.come("a", 5)
     made.come("b", 5)
@@ -116,7 +116,7 @@ def test_a_class_that_has_waited_takes_turns_with_the_one_above() -> None:
     assert len({tracked.serial for tracked in made.backlog}) == len(made.backlog)
 
 
-def test_a_slice_is_what_would_be_served_in_that_order() -> None:
+def test_a_slice_has_the_order_of_service() -> None:
     rng = random.Random(3)
     for _ in range(30):
         made = Waiting(lift_s=5.0)
@@ -148,7 +148,7 @@ def test_a_caller_fills_its_share_and_others_are_let_in() -> None:
     assert "its share while 2 callers wait" in refused(made, made.come("flood")[0], limits)
     for number in range(300):
         refused(made, made.come(f"one of many {number}")[0], limits)
-        assert len(made.backlog) <= 200, "at most twice the bound"
+        assert len(made.backlog) <= 200, "at most twice the limit"
 
 
 def flooded() -> Story:
@@ -172,7 +172,7 @@ def test_a_caller_that_holds_little_goes_to_a_full_worker() -> None:
     assert sum(map(len, placed)) <= 3, "until it has half as many as the flood"
 
 
-def test_nobody_claims_from_many_callers_or_as_nobody() -> None:
+def test_no_blocks_are_claimed_from_many_callers_or_for_an_unknown_one() -> None:
     story = flooded()
     assert story.submit("unknown", caller="").places == []
     story.step("w", report=load(used_block_count=64, running_count=8, waiting_count=2, busiest_caller_count=1))

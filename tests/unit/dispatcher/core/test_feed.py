@@ -20,7 +20,7 @@ def test_a_full_feed_refuses_offline_requests_and_no_other() -> None:
     assert "--max-offline-queued" in str(refused[0].error)
     assert not story.submit("person", priority=PriorityClass.INTERACTIVE).errors
     assert not story.submit("another").errors
-    assert story.submit("a third").errors == {"a third": "Overloaded"}, "the backlog has a bound of its own"
+    assert story.submit("a third").errors == {"a third": "Overloaded"}, "the backlog has its own limit"
 
 
 def test_offline_requests_are_no_traffic_and_no_backlog() -> None:
@@ -57,7 +57,7 @@ def test_the_worker_that_wants_most_is_given_first() -> None:
     ]
 
 
-def test_what_offline_requests_need_changes_no_view_of_a_worker() -> None:
+def test_offline_requests_do_not_change_routings_view_of_a_worker() -> None:
     story = Story("a")
     story.step("a", report=load(offline_wanted_tokens=1000))
     worker = next(iter(story.core.fleet))
@@ -76,7 +76,7 @@ def test_offline_requests_of_a_lost_worker_go_to_another_one() -> None:
     assert (place.request.request_id, place.attempt) == ("b0", 2)
 
 
-def test_one_that_no_worker_can_ever_hold_fails() -> None:
+def test_an_offline_request_that_no_worker_can_hold_fails() -> None:
     story = Story("a")
     story.step("a", report=load(offline_wanted_tokens=10))
     assert offline(story, "huge", prompt=64 * 16).errors == {"huge": "InvalidRequest"}

@@ -15,7 +15,7 @@ DEFAULT, BATCH = PriorityClass.DEFAULT, PriorityClass.BATCH
 
 
 class Answers:
-    """Ten answers run at a time, each with a token every 0.1 s; one that ends is replaced."""
+    """Ten answers run at a time, each with a token every 0.1 s. When one ends, a new one begins."""
 
     def __init__(self, prior_tokens: int) -> None:
         self.growth = Growth(prior_tokens)
@@ -44,7 +44,7 @@ def tracked(priority: PriorityClass = DEFAULT) -> Tracked:
     return Tracked(request=request("r", priority=priority), serial=1, arrived_at_s=0.0, queued_at_s=0.0)
 
 
-def test_it_begins_with_the_prior_and_comes_to_the_mean_of_the_answers() -> None:
+def test_the_estimate_moves_from_the_prior_to_the_mean_answer() -> None:
     answers = Answers(prior_tokens=64)
     assert answers.growth.tokens(DEFAULT) == 64
     answers.run(mean_tokens=300, seconds=600)
@@ -53,7 +53,7 @@ def test_it_begins_with_the_prior_and_comes_to_the_mean_of_the_answers() -> None
 
 
 def test_answers_that_run_count_before_any_has_ended_at_its_length() -> None:
-    """The shortest of long answers end first; counted alone, they would make all answers look short."""
+    """The shortest of the long answers end first. If only ended answers counted, all answers would look short."""
     growth, lives = Growth(64), [tracked() for _ in range(20)]
     for one in lives:
         one.output_token_ids += [1] * 500
@@ -62,7 +62,7 @@ def test_answers_that_run_count_before_any_has_ended_at_its_length() -> None:
     assert growth.tokens(DEFAULT) == pytest.approx((4 * 64 + 20 * 500) / 5, rel=0.01)
 
 
-def test_what_is_long_ago_is_forgotten() -> None:
+def test_old_data_is_forgotten() -> None:
     answers = Answers(prior_tokens=64)
     answers.run(mean_tokens=400, seconds=2_000)
     answers.run(mean_tokens=40, seconds=2_000)

@@ -36,7 +36,7 @@ def test_a_long_request_waits_apart_and_is_no_queue_of_the_others() -> None:
     assert told.core.traffic(1.0).long.count == 0
 
 
-def test_what_a_group_does_not_hold_is_refused_with_the_number() -> None:
+def test_a_request_that_no_group_holds_is_refused_with_the_limit() -> None:
     told = story("a", "b")
     (refusal,) = told.submit("huge", prompt=6000, max_tokens=1).of(Refuse)
     assert isinstance(refusal.error, InvalidRequest)
@@ -49,7 +49,7 @@ def test_without_a_reach_nothing_waits() -> None:
     assert told.submit("long", prompt=2 * ALONE).errors == {"long": "InvalidRequest"}
 
 
-def test_one_in_a_group_and_the_others_in_order() -> None:
+def test_a_group_has_one_long_request_and_the_others_wait_in_order() -> None:
     told = story("a", "b", "c")
     for number in range(10):
         told.submit(f"long{number}", prompt=4 * ALONE, max_tokens=10)
@@ -86,7 +86,7 @@ def test_a_client_that_leaves_while_its_group_forms() -> None:
     assert paired(told).places == []
 
 
-def test_what_outgrows_its_instance_waits_with_its_answer() -> None:
+def test_a_request_that_outgrows_its_instance_waits_with_its_answer() -> None:
     told = story("a", "b", "c")
     ((_, where),) = told.submit("grows", prompt=ALONE - 2, max_tokens=500).places
     told.step(where, {"grows": [7, 7]})
@@ -118,7 +118,7 @@ def test_reach_shrinks_below_one_that_waits() -> None:
     assert told.core.traffic(1.0).long.count == 1
 
 
-def test_what_is_told_late_finds_those_that_wait_already() -> None:
+def test_a_late_reach_applies_to_requests_that_already_wait() -> None:
     told = Story("a")
     told.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2))
     told.submit("long", prompt=ALONE)
@@ -127,7 +127,7 @@ def test_what_is_told_late_finds_those_that_wait_already() -> None:
     assert (len(told.core.backlog), len(told.core.long)) == (0, 1)
 
 
-def test_it_waits_for_a_group_for_so_long() -> None:
+def test_waiting_for_a_group_has_a_limit() -> None:
     told = story("a", "b", limits=Limits(long_wait_s=60.0))
     told.submit("long", prompt=2 * ALONE)
     assert told.core.next_timer_s() == 60.0

@@ -36,7 +36,7 @@ def test_a_moved_request_goes_on_behind_all_that_was_received() -> None:
     assert story.core.replay_count == 0
 
 
-def test_what_the_old_worker_still_says_is_dropped() -> None:
+def test_later_messages_of_the_old_worker_are_dropped() -> None:
     story = Story("a", "b")
     story.submit("r")
     old = story.handle_of("r")
@@ -57,7 +57,7 @@ def test_moves_pass_by_backlog_room_and_holds() -> None:
     assert story.move("a", "r", "b").places[:1] == [("r", "b")]
 
 
-def test_a_draining_worker_gets_what_was_handed_over_to_it() -> None:
+def test_a_draining_worker_gets_requests_handed_over_to_it() -> None:
     story = Story("a", "b")
     story.submit("r")
     story.adopt(key("a"), key("b"), draining=[key("b")])
@@ -89,7 +89,7 @@ def test_a_move_to_a_worker_that_no_layout_has_named_yet_waits_too() -> None:
     assert story.connect("newcomer", incarnation=3).places == [("r", "newcomer")]
 
 
-def test_who_waits_too_long_goes_on_from_the_backlog_without_a_replay() -> None:
+def test_a_move_that_waits_too_long_continues_from_the_backlog_without_a_replay() -> None:
     story = Story("a", "c", limits=Limits(move_wait_s=5.0, replay_limit=0))
     story.submit("r")
     story.step("a", {"r": [1]})
@@ -274,7 +274,7 @@ def test_the_backlog_goes_where_a_drop_has_made_room_in_proportion_to_it() -> No
     room = load(used_block_count=64, block_count=264, running_count=8, max_running_count=200)
     c_room = load(used_block_count=0, block_count=50, running_count=0, max_running_count=100)
     answers = [story.step("c", report=c_room), story.step("a", report=room)]
-    # c reports first and is filled; the rest goes to a, which has more room.
+    # c reports first and is filled. The rest goes to a, which has more room.
     assert Counter(w for answer in answers for _, w in answer.places) == {"a": 75, "c": 25}
 
 
@@ -308,7 +308,7 @@ def test_no_group_gets_more_than_its_maximum_batch_however_much_room_it_has() ->
     assert Counter(w for _, w in places) == {"a": 16, "c": 8}
     assert len(story.core.backlog) == 76
     handed_over = load(block_count=10_000, running_count=20, max_running_count=16)
-    assert story.step("a", report=handed_over).places == [("r24", "a")]  # one may queue there, so that it never idles
+    assert story.step("a", report=handed_over).places == [("r24", "a")]  # one may queue, so that it never idles
 
 
 def withdraw(story: Story, name: str) -> list[AbortOnWorker]:

@@ -17,7 +17,7 @@ def test_marks_are_those_of_the_common_beginning() -> None:
     assert mark_after(first_mark(b""), TOKENS[:MARK_TOKENS]) == marks[0]
 
 
-def test_a_worker_has_what_it_has_used_since_it_gave_something_up() -> None:
+def test_a_worker_holds_prefixes_used_since_its_last_eviction() -> None:
     known, marks = PrefixMap(most_marks=100), marks_of(TOKENS)
     known.report(A, 0.0)
     known.report(B, 0.0)
@@ -33,7 +33,7 @@ def test_a_worker_has_what_it_has_used_since_it_gave_something_up() -> None:
     assert known.hits(marks_of(TOKENS, b"salt")) == {}
 
 
-def test_what_is_known_is_bounded() -> None:
+def test_the_number_of_marks_is_bounded() -> None:
     known = PrefixMap(most_marks=3)
     known.report(A, 0.0)
     for mark in range(10):

@@ -9,7 +9,7 @@ ROOM = {"block_count": 400, "max_running_count": 50, "prefixes_kept_s": 100}
 
 
 def story_of_two(*, marks: tuple[int, ...] = MARKS, **changes: int) -> Story:
-    """Worker a is fuller but has the prompt cached. `changes`: fields of a's load report."""
+    """Worker a is fuller than b, but has the prompt cached. `changes`: fields of a's load report."""
     story = Story("a", "b")
     story.step("a", report=load(**(ROOM | {"used_block_count": 100, "running_count": 4} | changes)), marks=marks)
     story.step("b", report=load(**ROOM))
@@ -21,18 +21,18 @@ def where(story: Story, *, begins: int = 1) -> str:
     return worker
 
 
-def test_it_goes_where_its_beginning_is() -> None:
+def test_a_request_goes_to_the_worker_with_its_prefix() -> None:
     assert where(story_of_two()) == "a"
     assert where(story_of_two(), begins=2) == "b", "another prompt"
     assert where(story_of_two(marks=())) == "b"
 
 
-def test_it_does_not_wait_behind_more_than_it_saves() -> None:
+def test_a_request_does_not_wait_longer_than_its_prefix_saves() -> None:
     assert where(story_of_two(uncomputed_token_count=PROMPT - 1)) == "a"
     assert where(story_of_two(uncomputed_token_count=PROMPT + 1)) == "b"
 
 
-def test_it_waits_behind_prompts_that_take_less_than_it_saves() -> None:
+def test_a_request_waits_for_prompts_that_take_less_than_its_prefix_saves() -> None:
     def beside(uncomputed: int, used: int = 100) -> str:
         busy = story_of_two(
             prompt_token_count=300, max_prompt_token_count=256, uncomputed_token_count=uncomputed, used_block_count=used
@@ -44,11 +44,11 @@ def test_it_waits_behind_prompts_that_take_less_than_it_saves() -> None:
     assert beside(300, used=390) == "b", "a has no memory left"
 
 
-def test_it_goes_where_there_is_room_to_grow() -> None:
+def test_a_request_goes_to_a_worker_with_room_to_grow() -> None:
     assert where(story_of_two(used_block_count=390)) == "b"
 
 
-def test_what_was_used_before_something_was_given_up_does_not_count() -> None:
+def test_prefixes_used_before_an_eviction_do_not_count() -> None:
     story = story_of_two()
     story.now_s += 5.0
     story.step("a", report=load(**ROOM, used_block_count=100, running_count=4))

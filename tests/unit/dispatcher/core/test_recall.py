@@ -26,7 +26,7 @@ def crowded() -> LoadReport:
     return load(used_block_count=64, running_count=7, waiting_count=1, waiting_block_count=2)
 
 
-def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None:
+def test_a_waiting_request_is_recalled_when_another_worker_has_room() -> None:
     story = waiting_on_a()
     handle = story.handle_of("late")
     story.now_s = 0.2
@@ -42,8 +42,8 @@ def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None
     assert story.core.recall_count == 1
 
 
-def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more_patience() -> None:
-    """The other worker is full again each time the request arrives there."""
+def test_repeated_recalls_of_a_request_have_growing_intervals() -> None:
+    """Each time the request arrives at the other worker, that one is full again."""
     story = waiting_on_a()
     asked_at_s: list[float] = []
     begun_s, there, other = 0.0, "a", "b"
@@ -58,7 +58,7 @@ def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more
     assert asked_at_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.8], abs=0.06)
 
 
-def test_who_was_asked_back_and_has_ended_meanwhile_is_not_begun_again() -> None:
+def test_a_recalled_request_that_has_ended_is_not_restarted() -> None:
     story = waiting_on_a()
     story.now_s = 0.2
     story.step("b", report=load())
@@ -68,7 +68,7 @@ def test_who_was_asked_back_and_has_ended_meanwhile_is_not_begun_again() -> None
     assert story.core.recall_count == 0
 
 
-def test_who_has_a_token_or_came_a_moment_ago_is_not_asked_back() -> None:
+def test_a_request_with_tokens_or_just_placed_is_not_recalled() -> None:
     story = waiting_on_a()
     story.step("b", report=load())
     story.now_s = 0.05
@@ -104,17 +104,17 @@ def preempted_on_a() -> Story:
 
 
 def asked_back(story: Story, worker: str) -> list[AbortOnWorker]:
-    """The recalls that follow when `worker` reports a waiting request."""
+    """The recalls that follow a report of `worker` in which a request waits."""
     return story.step(worker, report=crowded()).of(AbortOnWorker)
 
 
 def give_back(story: Story, worker: str) -> list[tuple[str, str]]:
-    """Let `worker` return request "late"; return where it is placed next."""
+    """Let `worker` return request "late". Returns the worker on which it is placed next."""
     ending = Ending(story.handle_of("late"), FinishReason.CANCELLED)
     return story.step(worker, endings=[ending], report=FULL).places
 
 
-def test_what_was_preempted_is_asked_back_at_once_when_another_one_has_room_and_goes_on_there() -> None:
+def test_a_preempted_request_is_recalled_and_continues_on_another_worker() -> None:
     story = preempted_on_a()
     handle = story.handle_of("late")
     story.now_s = 0.05
@@ -129,7 +129,7 @@ def test_what_was_preempted_is_asked_back_at_once_when_another_one_has_room_and_
     assert story.core.recall_count == 1
 
 
-def test_what_was_preempted_stays_where_it_is_while_nobody_has_room() -> None:
+def test_a_preempted_request_stays_while_no_worker_has_room() -> None:
     story = preempted_on_a()
     story.step("b", report=FULL)
     for _ in range(40):
@@ -140,7 +140,7 @@ def test_what_was_preempted_stays_where_it_is_while_nobody_has_room() -> None:
 
 
 @pytest.mark.parametrize("word", ["resumed", "a token"])
-def test_what_runs_again_is_not_asked_back(word: str) -> None:
+def test_a_resumed_request_is_not_recalled(word: str) -> None:
     story = preempted_on_a()
     if word == "resumed":
         story.step("a", resumed=["late"], report=crowded())
@@ -154,7 +154,7 @@ def test_what_runs_again_is_not_asked_back(word: str) -> None:
     assert asked_back(story, "a")
 
 
-def test_what_gives_no_tokens_and_was_not_preempted_is_not_asked_back() -> None:
+def test_a_running_request_without_new_tokens_is_not_recalled() -> None:
     story = waiting_on_a()
     story.step("a", {"late": [1, 2, 3, 4]}, report=crowded())
     story.step("b", report=load())
@@ -175,8 +175,8 @@ def test_the_one_that_has_waited_the_longest_since_it_was_preempted_is_asked_bac
     assert [asked.handle for asked in asked_back(story, "a")] == [story.handle_of("late")]
 
 
-def test_between_two_full_workers_what_was_preempted_goes_to_and_fro_less_and_less() -> None:
-    """Each worker reports room until the request arrives, and then preempts it at once."""
+def test_recalls_between_two_full_workers_become_rarer() -> None:
+    """Each worker reports room until the request arrives, and preempts it at once."""
     story = preempted_on_a()
     asked_after_s: list[float] = []
     since_s, there, other = 0.0, "a", "b"
@@ -192,7 +192,7 @@ def test_between_two_full_workers_what_was_preempted_goes_to_and_fro_less_and_le
 
 
 @pytest.mark.parametrize("how", ["ends", "is given back", "moves", "is withdrawn", "is lost"])
-def test_nothing_is_left_behind_by_what_was_preempted_and_leaves(how: str) -> None:
+def test_an_ended_preempted_request_leaves_no_state(how: str) -> None:
     story = preempted_on_a()
     [worker] = [worker for worker in story.core.fleet if worker.key == key("a")]
     assert list(worker.preempted) == [story.handle_of("late")]
@@ -212,7 +212,7 @@ def test_nothing_is_left_behind_by_what_was_preempted_and_leaves(how: str) -> No
     assert not worker.preempted
 
 
-def test_what_a_worker_says_of_a_request_that_is_not_there_counts_as_stale() -> None:
+def test_reports_about_unknown_requests_count_as_stale() -> None:
     story = waiting_on_a()
     story.raw_step("a", {}, preempted=[77], resumed=[78], report=crowded())
     assert story.core.relay.stale_count == 2

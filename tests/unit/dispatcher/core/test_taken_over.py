@@ -1,4 +1,4 @@
-"""Requests that clients resume here after another dispatcher was serving them."""
+"""Requests that clients resume at this dispatcher after another one was serving them."""
 
 from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.events import Deliver, Ending, Finish, PlaceOnWorker
@@ -9,7 +9,7 @@ from tests.support.dispatcher_core import Story, load
 FULL_QUEUE = load(used_block_count=64, running_count=8, waiting_count=2, waiting_block_count=2)
 
 
-def test_it_goes_on_behind_what_its_client_has() -> None:
+def test_a_resumed_request_continues_after_its_clients_tokens() -> None:
     story = Story("a")
     [place] = story.submit("r", answer=[5, 6, 7], max_tokens=5, taken_over=True).of(PlaceOnWorker)
     assert (place.output_token_ids, place.delivered_text_chars, place.attempt) == ((5, 6, 7), 3, 1)
@@ -32,7 +32,7 @@ def test_a_worker_that_is_lost_afterwards_costs_no_token_either() -> None:
     assert (second.output_token_ids, second.delivered_text_chars, second.attempt) == ((5, 6, 7), 3, 2)
 
 
-def test_it_stands_before_those_that_have_come_here_first_but_not_before_a_better_class() -> None:
+def test_a_resumed_request_precedes_its_own_class_but_no_better_one() -> None:
     story = Story("a")
     for index in range(8):
         story.submit(f"running{index}")

@@ -46,7 +46,7 @@ def chosen(
     return None if found is None else found.worker_id
 
 
-def test_freeness_is_what_is_left_for_each_running_request() -> None:
+def test_freeness_is_the_free_memory_per_running_request() -> None:
     assert freeness(view(used_block_count=20, running_count=4)) == 20.0
     assert freeness(view(used_block_count=20, running_count=0)) == 80.0
 
@@ -55,14 +55,14 @@ def test_waiting_demand_counts_like_used_blocks_and_may_make_freeness_negative()
     assert freeness(view(used_block_count=90, waiting_block_count=40, running_count=3)) == -10.0
 
 
-def test_what_a_worker_keeps_back_is_for_no_newcomer_unless_it_is_idle() -> None:
+def test_a_workers_reserve_is_for_newcomers_only_if_it_is_idle() -> None:
     assert chosen([view(kept_block_count=5)], tokens=100 * 16) == "a"
     assert runs_at_once(view(kept_block_count=5, used_block_count=90, running_count=1), 5)
     assert not runs_at_once(view(kept_block_count=5, used_block_count=90, running_count=1), 6)
     assert not runs_at_once(view(kept_block_count=5, unseen_block_count=90, unseen_count=1), 6)
 
 
-def test_where_as_many_prompts_wait_to_be_computed_as_soon_can_a_newcomer_does_not_run_at_once() -> None:
+def test_behind_a_full_queue_of_prompts_a_newcomer_does_not_run_at_once() -> None:
     almost, full = (view("a", running_count=2, max_prompt_token_count=9, prompt_token_count=n) for n in (8, 9))
     assert runs_at_once(almost, 1)
     assert not runs_at_once(full, 1)
@@ -80,7 +80,9 @@ def test_the_freest_worker_wins_and_ties_go_to_the_smallest_id() -> None:
 
 
 def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
-    """A pair with ten times the blocks competes with a single, whose requests can or cannot grow by 64 tokens."""
+    """A pair with ten times the blocks competes with a single instance, on which requests can or cannot grow by 64
+    tokens.
+    """
     rules = RoutingRules(growth_tokens=64)
 
     def went_to(single: WorkerView, pair_running: int) -> str | None:
@@ -94,7 +96,7 @@ def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
 
 
 @pytest.mark.parametrize("unseen", [1, 5])
-def test_what_was_placed_and_not_reported_makes_a_worker_less_free(unseen: int) -> None:
+def test_unreported_placements_make_a_worker_less_free(unseen: int) -> None:
     assert chosen([view("a", unseen_count=unseen, unseen_block_count=unseen), view("b")]) == "b"
 
 
@@ -112,7 +114,7 @@ def test_a_full_worker_takes_only_a_short_queue() -> None:
     assert not has_place(view("a", **full, waiting_count=2), RULES)
 
 
-def test_room_to_grow_is_looked_for_and_nobody_waits_for_it() -> None:
+def test_room_to_grow_is_preferred_but_not_waited_for() -> None:
     nearly_full, has_room = view("a", used_block_count=99), view("b", used_block_count=98, running_count=4)
     assert chosen([nearly_full, has_room], tokens=16, growth=0) == "a"
     assert chosen([nearly_full, has_room], tokens=16, growth=16) == "b"
@@ -131,6 +133,6 @@ def test_a_large_request_is_queued_only_when_its_patience_is_at_an_end() -> None
     assert chosen([busy], tokens=25 * 16) == "a"
 
 
-def test_what_is_larger_than_a_worker_never_goes_there() -> None:
+def test_a_request_larger_than_a_worker_is_never_placed_there() -> None:
     assert chosen([view("a")], tokens=1601, patient=True) is None
     assert chosen([view("a"), view("b", block_count=200)], tokens=1601) == "b"

@@ -30,7 +30,7 @@ def test_all_lines_have_results() -> None:
     assert done.at_s == {BatchState.IN_PROGRESS: 11.0, BatchState.FINALIZING: 21.0, BatchState.COMPLETED: 22.0}
 
 
-def test_a_window_that_is_over_keeps_what_has_ended() -> None:
+def test_an_expired_batch_preserves_its_results() -> None:
     one = sending().counted(1, 0)
     assert one.due(3609.9, calls=2) is one
     over = one.due(3610.0, calls=2)
@@ -56,7 +56,7 @@ def test_a_refused_file_ends_a_batch_with_its_problems() -> None:
     assert (failed.state, failed.problems) == (BatchState.FAILED, (problem,))
 
 
-def test_what_has_ended_stays_as_it_is() -> None:
+def test_an_ended_batch_does_not_change() -> None:
     done = sending(0).due(12.0, calls=0).finished(None, None, 13.0)
     assert done.due(99999.0, calls=0) is done
     with pytest.raises(NotPossible, match="is completed and cannot become cancelling"):
@@ -66,7 +66,7 @@ def test_what_has_ended_stays_as_it_is() -> None:
 
 
 def test_every_order_of_events_ends_in_an_end_or_can_still_end() -> None:
-    """In any order of events, a finalizing batch can be finished, and any other is in progress or cancelling."""
+    """After any order of events, a finalizing batch can be finished, and any other one is in progress or cancelling."""
     events: tuple[Callable[[JobBatch], JobBatch], ...] = (
         lambda one: one.cancel(20.0),
         lambda one: one.counted(1, 0),

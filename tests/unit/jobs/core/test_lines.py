@@ -1,4 +1,4 @@
-"""Parsing of input lines, and the format of results."""
+"""Input lines are parsed, and results have the right format."""
 
 import json
 from typing import Any

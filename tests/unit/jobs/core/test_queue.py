@@ -37,7 +37,7 @@ def test_a_key_with_many_batches_has_no_more_in_flight_than_another() -> None:
     assert owners == {"many": 20, "few": 20}
 
 
-def test_what_one_key_does_not_use_another_may() -> None:
+def test_an_unused_share_goes_to_another_key() -> None:
     queue = filled(a=("many", 50), d=("few", 2))
     assert len(picks(queue, 40)) == 40
 

@@ -1,4 +1,4 @@
-"""How an answer or a failed call decides what happens to a line."""
+"""The effect of an answer or a failed call on a line."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_a_line_at_fault_is_not_sent_again(status: int) -> None:
 
 
 @pytest.mark.parametrize(("status", "why"), [(429, "busy"), (503, "busy"), (504, "deadline"), (401, "no_rights")])
-def test_what_is_not_the_lines_fault_does_not_count(status: int, why: str) -> None:
+def test_failures_that_are_not_the_lines_fault_do_not_count(status: int, why: str) -> None:
     said = of_answer(status, None, 1000)
     assert isinstance(said, Again)
     assert (said.counts, said.why) == (False, why)

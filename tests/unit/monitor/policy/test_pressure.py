@@ -50,19 +50,21 @@ def test_a_burst_is_an_overload_at_the_first_sample_that_shows_it() -> None:
 
 
 def test_fast_growth_far_below_capacity_is_no_overload() -> None:
-    """From 10 % to 70 % within a second, then flat: extrapolating the rise would exceed the capacity."""
+    """Demand grows from 10 % to 70 % within a second and then stays flat. Extrapolating the rise would exceed the
+    capacity.
+    """
     said = tell(Pressure(RULES), series(6, lambda t: sample(t, int(100 + 600 * min(1.0, max(0.0, t - 2.0))))))
     assert said == []
 
 
-def test_what_waits_while_workers_have_memory_to_spare_waits_for_something_else() -> None:
+def test_waiting_requests_are_no_overload_while_workers_have_free_memory() -> None:
     slots_taken = series(20, lambda t: sample(t, 9000, engaged_bytes=840, used_bytes=650))
     assert tell(Pressure(RULES), slots_taken) == []
     memory_taken = series(1, lambda t: sample(t, 9000, engaged_bytes=860, used_bytes=650))
     assert [at_s for at_s, _ in tell(Pressure(RULES), memory_taken)] == [0.0]
 
 
-def test_what_waits_while_instances_with_little_memory_are_full_is_an_overload() -> None:
+def test_waiting_requests_are_an_overload_while_small_instances_are_full() -> None:
     def groups(small: int, large: int) -> tuple[GroupLoad, ...]:
         sizes = ((W0, small, 100), (W1, small, 100), (W2, large, 800))
         return tuple(
@@ -142,7 +144,7 @@ def relieved_at(pressure: Pressure) -> float:
     return said[0][0]
 
 
-def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were() -> None:
+def test_a_burst_revokes_a_relief_at_once_while_the_groups_are_unchanged() -> None:
     pressure = Pressure(RULES)
     relieved_s = relieved_at(pressure)
     back = series(8, lambda t: sample(t, 1000, capacity_bytes=1000, groups=MERGED), from_s=4.0)
@@ -153,7 +155,7 @@ def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were
 
 
 def test_memory_that_a_dissolving_pipeline_still_has_counts_as_the_members_own() -> None:
-    """For a few seconds its members have all parameters but little KV, which is no reason to drop again."""
+    """For a few seconds its members hold all parameters but little KV, which is no reason to drop again."""
 
     def dissolving(wanted_bytes: int) -> list[ClusterDemand]:
         return series(4, lambda t: sample(t, wanted_bytes, capacity_bytes=500, undropped_bytes=1000))
@@ -172,7 +174,7 @@ def gives_back_after(pressure: Pressure, from_s: float) -> float:
 
 
 @pytest.mark.parametrize(("calm_s", "waits_s"), [(20.0, 22.0), (80.0, RULES.relief_after_s)])
-def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next(calm_s: float, waits_s: float) -> None:
+def test_between_close_bursts_parameters_stay_dropped(calm_s: float, waits_s: float) -> None:
     pressure = Pressure(RULES)
     tell(pressure, series(8, lambda t: sample(t, 900, capacity_bytes=3000, groups=MERGED)))
     first_s = gives_back_after(pressure, 8.0)
@@ -184,8 +186,10 @@ def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next
     assert gives_back_after(pressure, 16.2 + calm_s) == pytest.approx(waits_s, abs=0.5)
 
 
-def test_while_parameters_come_back_demand_is_held_against_what_there_will_be() -> None:
-    """A restoring pair holds all layers twice and half of the KV; demand that will fit afterwards does not abort it."""
+def test_during_a_restore_demand_is_compared_with_the_future_capacity() -> None:
+    """A restoring pair holds all layers twice and half of the KV. Demand that will fit once it has restored does not
+    abort it.
+    """
     pressure = Pressure(RULES)
     relieved_at(pressure)
 
@@ -204,7 +208,7 @@ def test_once_the_layers_are_back_the_dwell_time_holds() -> None:
     assert tell(pressure, back)[0][0] == pytest.approx(4.0 + RULES.dwell_s)
 
 
-def test_a_transition_that_somebody_else_made_starts_the_dwell_time_too() -> None:
+def test_an_operators_transition_starts_the_dwell_time_too() -> None:
     pressure = Pressure(RULES)
     tell(pressure, series(2, lambda t: sample(t, 500)))
     after = series(8, lambda t: sample(t, 5000, capacity_bytes=3000, groups=MERGED), from_s=2.0)
@@ -231,7 +235,7 @@ def test_a_drop_that_helped_asks_for_nothing_more() -> None:
     assert [type(signal) for _, signal in tell(Pressure(RULES), story)] == [Overload]
 
 
-def test_without_anybody_who_serves_nothing_is_said() -> None:
+def test_without_serving_workers_there_is_no_signal() -> None:
     assert tell(Pressure(RULES), series(40, lambda t: sample(t, 5000, capacity_bytes=0, groups=()))) == []
 
 
@@ -244,7 +248,7 @@ def test_thresholds_in_the_wrong_order_and_time_that_goes_back_are_bugs() -> Non
         pressure.observe(sample(1.0, 1))
 
 
-def test_the_history_is_what_a_trend_needs_and_bounded() -> None:
+def test_the_history_suffices_for_a_trend_and_is_bounded() -> None:
     pressure = Pressure(RULES)
     tell(pressure, series(100, lambda t: sample(t, 1, groups=((W0,), (W1,)))))
     assert pressure.history[0].at_s == pytest.approx(pressure.history[-1].at_s - RULES.trend_window_s)
@@ -252,7 +256,7 @@ def test_the_history_is_what_a_trend_needs_and_bounded() -> None:
     assert len(pressure.history) == RULES.sample_count
 
 
-def test_a_capacity_that_shrinks_counts_as_what_it_will_be_until_it_is_level_again() -> None:
+def test_a_shrinking_capacity_counts_with_its_future_value() -> None:
     pressure = Pressure(RULES)
     sizes = [1000, 1000, 1000, 980, 960, 940, 920, 900] + [900] * 15
     found: list[float] = []

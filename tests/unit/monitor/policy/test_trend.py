@@ -26,7 +26,7 @@ def test_too_few_samples_and_samples_of_one_moment_are_no_trend() -> None:
     assert slope_per_s([(1.0, 0.0), (1.0, 5.0), (1.0, 9.0)]) == 0.0
 
 
-def test_a_low_quantile_is_what_nearly_all_samples_confirm() -> None:
+def test_a_low_quantile_is_confirmed_by_nearly_all_samples() -> None:
     line = [(0.2 * i, 10.0 * i) for i in range(10)]
     step = [(0.2 * i, 0.0 if i < 7 else 100.0) for i in range(10)]
     assert slope_per_s(line, at_quantile=0.25) == pytest.approx(50.0)

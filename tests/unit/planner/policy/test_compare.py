@@ -1,4 +1,6 @@
-"""Whether dropping is better than doing nothing, on a machine like an A100 with 40 GB and a model of 14B parameters."""
+"""Whether dropping is better than doing nothing, on a machine like an A100 with 40 GB and for a model of 14B
+parameters.
+"""
 
 import re
 from collections.abc import Sequence
@@ -86,7 +88,7 @@ CODE = replace(
 )
 
 
-def test_where_memory_is_short_groups_are_merged() -> None:
+def test_groups_are_merged_if_memory_is_short() -> None:
     snapshot = alone(EIGHT, BLOCKS - 5)
     found = compare(running(snapshot, 24), Running(256, 4), LONG, PACE)
     assert len(found.chosen.merges) >= 2
@@ -96,7 +98,9 @@ def test_where_memory_is_short_groups_are_merged() -> None:
 
 
 def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
-    """Although no answer has ended yet, they are not assumed endless, or every option would look hopeless."""
+    """No answer has ended yet. Answers are nevertheless not assumed to be endless, since every option would then look
+    hopeless.
+    """
     snapshot = alone(EIGHT, BLOCKS - 5, waiting=20)
     first = Traffic(
         queued_count=200,
@@ -113,14 +117,14 @@ def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
     assert found.chosen.prediction.ttft_p99_s < 60.0
 
 
-def test_where_prompts_fill_the_steps_nothing_is() -> None:
+def test_no_groups_are_merged_if_prompts_fill_the_steps() -> None:
     snapshot = alone(EIGHT, BLOCKS // 2)
     found = compare(running(snapshot, 10), Running(256, 0), CODE, PACE)
     assert found.chosen.merges == ()
     assert "nothing" in found.lines()[0]
 
 
-# Two minutes of chat that just fills the memory of four 80 GB machines; prompts take most of the steps.
+# Two minutes of chat that just fill the memory of four 80 GB machines. Prompts take most of the steps.
 CHAT = Traffic(
     queued_count=26,
     queued_tokens=24_000,
@@ -138,7 +142,7 @@ CHAT_COST = CostModel(
 
 
 def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_ones() -> None:
-    """Nine answers of ten are short, but those that run have 2,500 tokens each, and as many to come."""
+    """Nine answers of ten are short, but the running ones have 2,500 tokens each and as many still to come."""
     snapshot = running(alone(EIGHT[:4], BLOCKS - 5), 16)
     mixed = replace(LONG, queued_count=120, queued_tokens=48_000, ended_count=900, ended_tokens=400_000)
     young, old = (compare(snapshot, Running(256, 0), replace(mixed, open_tokens=n), PACE) for n in (20_000, 160_000))
@@ -146,8 +150,10 @@ def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_
     assert old.chosen.merges
 
 
-def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_fills_the_memory() -> None:
-    """With a quarter of the bytes per token and all else equal, the exchange takes a quarter of the time."""
+def test_a_long_exchange_does_not_pay_for_a_burst_that_just_fills_memory() -> None:
+    """With a quarter of the bytes per token and all else equal, the exchange takes a quarter of the time, and the drop
+    pays.
+    """
 
     def found(part: int) -> Comparison:
         shape = ModelShape(
@@ -181,7 +187,7 @@ def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_
     assert late.ttft_p99_s > early.ttft_p99_s + 1.0
 
 
-# A burst of completions that is nearly over; the requests left in the queue have waited long.
+# A burst of completions that is nearly over. The requests still in the queue have waited long.
 COMPLETIONS = Traffic(
     queued_count=22,
     queued_tokens=38_000,
@@ -196,18 +202,22 @@ COMPLETIONS = Traffic(
 
 
 def completing() -> Snapshot:
-    """The cluster that serves COMPLETIONS: prompts hold most of its memory, longer ones than most of the burst's."""
+    """The cluster that serves COMPLETIONS. Prompts hold most of its memory; they are longer than most of the
+    burst's.
+    """
     groups = alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
     return Snapshot(SHAPE, tuple(group._replace(running_count=18, uncomputed_tokens=1800) for group in groups))
 
 
 def test_long_prompts_that_run_do_not_make_answers_long() -> None:
-    """Memory that they hold beyond the mean prompt is no answer, and short answers soon make room without a drop."""
+    """Memory that prompts hold beyond their mean length must not count as answers. Short answers soon make room without
+    a drop.
+    """
     short = replace(COMPLETIONS, ended_tokens=5440, open_tokens=2000)
     assert compare(completing(), Running(256, 6), short, replace(PACE, cost=CHAT_COST)).chosen.name == "nothing"
 
 
-def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
+def test_a_drop_does_not_help_requests_that_have_waited_long() -> None:
     """A simulation showed that a drop comes too late for the longest waits in the queue, and slows tokens down."""
     snapshot, pace = completing(), replace(PACE, cost=CHAT_COST)
     fresh, late = (
@@ -225,7 +235,7 @@ def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
-    """Apart from bubbles, token times are half as long again with two stages, and a quarter longer with four."""
+    """In addition to bubbles, token times are half as long again with two stages, and a quarter longer with four."""
     future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
     alone_s, two_s, four_s = (
         look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
@@ -235,7 +245,7 @@ def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> No
     assert four_s * (1 - bubbles(4)) == pytest.approx(1.25 * alone_s, rel=0.05)
 
 
-def test_where_nobody_waits_nothing_is() -> None:
+def test_no_groups_are_merged_if_no_request_waits() -> None:
     snapshot = alone(EIGHT, BLOCKS // 4)
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
     found = compare(running(snapshot, 5), Running(256, 0), calm, PACE)
@@ -244,7 +254,7 @@ def test_where_nobody_waits_nothing_is() -> None:
     assert found.chosen.prediction.tpot_s == pytest.approx(0.03, rel=0.3)
 
 
-def test_what_is_chosen_is_what_is_planned() -> None:
+def test_the_chosen_candidate_is_the_plan() -> None:
     snapshot = alone(EIGHT, BLOCKS - 5)
     chosen = compare(running(snapshot, 24), Running(256, 4), LONG, PACE).chosen
     plan = plan_of(snapshot, chosen.merges, 1)
@@ -256,7 +266,7 @@ def test_what_is_chosen_is_what_is_planned() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_of_an_odd_number_of_instances_none_is_left_out(count: int) -> None:
+def test_no_instance_is_left_out_of_an_odd_number(count: int) -> None:
     """With pairs only, the last instance would keep all its parameters and stay short of memory."""
     snapshot = running(alone([f"w{i}" for i in range(count)], BLOCKS - 5), 24)
     much = replace(LONG, queued_count=40 * count, queued_tokens=20_000 * count, minute_count=50 * count)
@@ -327,7 +337,7 @@ def test_pairs_that_are_full_become_fours() -> None:
     assert [len(group.members) for group in plan.groups] == [4, 4]
 
 
-def test_parameters_come_back_when_that_makes_nobody_wait() -> None:
+def test_parameters_are_restored_if_no_request_has_to_wait() -> None:
     snapshot = pairs(BLOCKS // 4)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
@@ -344,7 +354,7 @@ def test_parameters_stay_away_while_the_burst_goes_on() -> None:
 
 
 def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> None:
-    """Loading layers and moving requests has costs that predictions do not include."""
+    """Loading layers and moving requests have costs that predictions do not include."""
     snapshot = running(pairs(BLOCKS // 4), 6)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
@@ -355,8 +365,10 @@ def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> 
     assert compare_restore(snapshot, Running(256, 0), calm, PACE, restored, strict).chosen.name == "stay"
 
 
-def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pipeline_that_dissolves() -> None:
-    """Afterwards there is room, but until then, memory that dissolving pipelines hold is not available to others."""
+def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> None:
+    """Afterwards there is room. Until then, dissolving pipelines hold memory that is not available to other
+    requests.
+    """
     snapshot = running(pairs(5 * BLOCKS // 4), 40)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     steady = replace(LONG, queued_count=0, queued_tokens=0, recent_count=60, minute_count=300, minute_tokens=150_000)
@@ -365,7 +377,9 @@ def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pip
 
 
 def test_a_pipeline_does_not_dissolve_while_more_runs_in_it_than_its_members_take_over() -> None:
-    """No requests arrive, and the targets would be met, but the running requests are long and will run on."""
+    """No requests arrive, and the targets would be met, but the running requests are long and have many tokens to
+    come.
+    """
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in pairs(0).groups}
     quiet = replace(LONG, queued_count=0, queued_tokens=0, recent_count=0, minute_count=0, minute_tokens=0)
     quiet = replace(quiet, open_tokens=24 * 8000, ended_count=100, ended_tokens=20_000)
@@ -469,7 +483,7 @@ def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
     assert 0.3 < far < 1.0
 
 
-def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
+def test_the_inherent_time_of_a_long_prompt_is_no_reason_to_drop() -> None:
     snapshot = alone(EIGHT, BLOCKS // 3)
     lengths = (0,) * 28 + (40,)  # about 7,500 tokens each
     agents = replace(LONG, queued_count=0, queued_tokens=0, recent_count=6, minute_count=40, minute_tokens=300_000)
@@ -479,7 +493,9 @@ def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
 
 
 def test_a_request_is_not_divided_between_groups() -> None:
-    """Eight instances with room for two and a half long prompts each hold sixteen of them, but all short ones."""
+    """Eight instances that each have room for two and a half long prompts can run sixteen of them, but any number of
+    short ones.
+    """
 
     def wait_s(prompt_tokens: float) -> float:
         future = Future(
@@ -504,7 +520,7 @@ def test_bubbles_grow_with_the_stages() -> None:
     assert shares[-1] < 0.3
 
 
-def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
+def test_absurd_costs_take_no_longer_to_compare() -> None:
     """The predicted waits are so long that adjacent floats are more than a millisecond apart."""
     snapshot = alone(["w0", "w1"], used=5, waiting=5)
     endless = replace(PACE, cost=PACE.cost.scaled(1e18))
@@ -517,15 +533,15 @@ def lost(prediction_s: float, share: float, tpot_s: float = 0.04) -> float:
     )
 
 
-def test_of_waits_far_beyond_the_target_their_share_counts_and_not_their_length() -> None:
+def test_for_waits_far_beyond_the_target_only_their_share_counts() -> None:
     assert lost(4.0, 0.0) > lost(2.0, 0.0)
     assert lost(199.0, 0.9) == lost(157.0, 0.9)
     assert lost(157.0, 0.9) > lost(157.0, 0.5)
-    assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens are not worth it for requests that are lost anyway"
+    assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens do not pay for requests that are lost anyway"
 
 
-def test_waits_are_lost_by_and_by() -> None:
-    """The waiting requests are admitted one after the other, so a longer limit loses fewer of them."""
+def test_a_longer_limit_loses_fewer_waits() -> None:
+    """The waiting requests are admitted one after the other, so fewer of them miss a longer limit."""
     future = Future(
         rate_per_s=0.0,
         lasts_s=0.0,
@@ -544,8 +560,8 @@ def test_waits_are_lost_by_and_by() -> None:
     assert shares[3] == 0.0
 
 
-def test_nobody_is_slowed_down_where_all_wait_too_long_whatever_is_done() -> None:
-    """Prompts need more compute than there is, and memory is full, as in a simulation of three instances."""
+def test_tokens_are_not_slowed_down_if_no_option_shortens_the_waits_enough() -> None:
+    """As in a simulation of three instances, prompts need more compute than there is, and memory is full."""
     flood = replace(
         CODE, queued_count=2000, queued_tokens=4_000_000, oldest_wait_s=90.0, ended_tokens=1_200_000, open_tokens=40_000
     )
@@ -568,7 +584,7 @@ def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
 
 
 def test_full_instances_beside_large_ones_with_room_are_predicted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are routed to all alike, but full instances with little memory cannot compute prompts."""
+    """Requests are routed to all instances alike, but full instances with little memory cannot compute prompts."""
     layers = tuple(range(LAYERS))
     small = alone(EIGHT[:3], BLOCKS - 5).groups
     member = InstanceState(WorkerId("large"), 2 * BUDGET_BYTES, 0, LAYERS, layers)

@@ -38,7 +38,7 @@ def test_two_instances_become_one_pipeline() -> None:
     assert (second.worker_id, second.first_layer, second.last_layer) == ("w1", 4, 8)
     assert done.freed_bytes == 8000
     assert done.shortfall_bytes == 0
-    # Each stage uses the 4000 bytes of its dropped layers and its old 4000 for the KV of four layers.
+    # For the KV of four layers, each stage has the 4000 bytes of its dropped layers in addition to its old 4000.
     assert (pair.block_count_before, pair.block_count) == (100, 200)
     assert done.usable_bytes == 100 * 10 * 8
     # For each sequence, the KV of the half of the layers that the other stage now executes.
@@ -51,8 +51,8 @@ def test_memory_comes_in_whole_extents() -> None:
     snapshot = singles(2, shape, kv_bytes=2400)
     (pair,) = by_need(snapshot, 1).groups
     assert pair.freed_bytes == 4 * 1200  # a layer occupies four extents
-    # 7700 bytes are 25 extents: 2 for other parameters, 8 for two layers; of the 15 left, 7 for each layer: 2100 bytes,
-    # 210 blocks.
+    # 7700 bytes are 25 extents. The other parameters take 2, and two layers take 8. Of the remaining 15, each layer
+    # gets 7: 2100 bytes, or 210 blocks.
     assert pair.block_count == 210
 
 
@@ -81,7 +81,7 @@ def test_pipelines_are_merged_further() -> None:
     assert parameter_bytes(once) - parameter_bytes(twice) == 8_000
 
 
-def test_layers_that_nobody_executes_go_first() -> None:
+def test_layers_that_no_stage_executes_are_dropped_first() -> None:
     shape = model(8)
     restored = stage("a", 0, 4, shape)._replace(held_layers=tuple(range(8)))
     snapshot = Snapshot(shape, (group(shape, restored, stage("b", 4, 8, shape)), group(shape, stage("c", 0, 8, shape))))
@@ -138,7 +138,7 @@ def test_no_group_grows_without_use() -> None:
 
 
 def test_pairs_are_enough_unless_much_is_missing() -> None:
-    """Eight instances with 4,000 bytes of KV each; pairs add 32,000, which makes 64,000."""
+    """Eight instances have 4,000 bytes of KV each. Pairs add 32,000, for a total of 64,000."""
     snapshot = singles(8, model(8))
     for shortfall, deep in ((0.0, False), (0.5, False), (0.51, True)):
         needed_bytes = 32_000 + round(64_000 * shortfall)
@@ -150,7 +150,9 @@ def test_pairs_are_enough_unless_much_is_missing() -> None:
 
 
 def test_a_deeper_pipeline_with_less_room_is_no_answer() -> None:
-    """With eight layers over six stages, one stage still executes two, so it holds no more than a pipeline of four."""
+    """With eight layers on six stages, one stage still executes two layers, so the pipeline holds no more than one of
+    four stages.
+    """
     paired = after(singles(6, model(8)), by_need(singles(6, model(8)), 24_000))
     done = by_need(paired, 24_000)
     assert [len(g.members) for g in done.groups] == [4]
@@ -174,7 +176,7 @@ def test_the_same_plans_under_any_hash_seed() -> None:
     assert len(told.pop().strip()) == 64
 
 
-def test_plans_of_equal_members_are_what_the_search_gives() -> None:
+def test_plans_of_equal_members_equal_those_of_the_search() -> None:
     rng = random.Random(4)
     for tolerance in (SplitTolerance(), SplitTolerance(capacity=0.0)):
         groups = singles(12, model(7), used=[rng.choice([0, 5, 5, 30]) for _ in range(12)]).groups

@@ -51,7 +51,7 @@ def test_groups_that_stay_are_counted() -> None:
     assert explain(by_need(snapshot, 8_000), model(8))[-1] == "unchanged: 3 of 5 groups"
 
 
-def test_of_very_many_groups_some_are_named_and_the_others_counted() -> None:
+def test_a_few_of_many_groups_are_named_and_the_others_counted() -> None:
     snapshot = singles(100, model(8))
     lines = explain(by_need(snapshot, 45 * 8_000), model(8))
     groups = len(by_need(snapshot, 45 * 8_000).groups)

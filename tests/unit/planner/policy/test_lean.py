@@ -15,7 +15,7 @@ def test_a_newcomer_goes_to_the_fullest_that_keeps_the_reserve() -> None:
     assert place(1000, [*instances, HeldRequest(3, ())], C) == 3
 
 
-def test_one_that_was_leaving_stays_when_others_are_full() -> None:
+def test_a_leaving_instance_stays_if_the_others_are_full() -> None:
     instances = [HeldRequest(0, (900,)), HeldRequest(1, (100,), leaving=True)]
     assert place(200, instances, C) == 1
     assert place(50, [HeldRequest(0, (300,)), HeldRequest(1, (600,), leaving=True)], C) == 0
@@ -29,14 +29,14 @@ def test_the_emptiest_leaves_if_all_that_it_holds_fits_into_the_others() -> None
     assert leaves([HeldRequest(0, (100,))], C) is None
 
 
-def test_one_that_is_nearly_full_gives_its_smallest_away() -> None:
+def test_a_nearly_full_instance_migrates_its_smallest_request() -> None:
     (move,) = relieve([HeldRequest(0, (700, 290)), HeldRequest(1, (300,))], C)
     assert (move.amount, move.source, move.target) == (290, 0, 1)
     assert relieve([HeldRequest(0, (700, 200)), HeldRequest(1, (300,))], C) == []
     assert relieve([HeldRequest(0, (990,)), HeldRequest(1, (300,))], C) == []
 
 
-def test_no_moves_of_a_thousand_random_clusters_do_what_they_must_not() -> None:
+def test_moves_of_a_thousand_random_clusters_keep_the_invariants() -> None:
     for seed in range(1000):
         rng = random.Random(seed)
         instances: list[HeldRequest] = []

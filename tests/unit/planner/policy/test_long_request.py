@@ -1,4 +1,4 @@
-"""The longest context that instances could hold, and the group for a request too long for one instance."""
+"""The longest context that instances can hold, and the group for a request that is too long for one instance."""
 
 from ballast.common.ids import GroupId
 from ballast.common.load import MemoryReport
@@ -28,7 +28,7 @@ def test_the_reach_is_that_of_the_smallest_group_that_holds_most() -> None:
     assert reach(1, 1 << 20) == Reach(800, 800, 1, 1)
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_reach_reads_back_as_written() -> None:
     reach = Reach(800, 5600, 4, 4)
     assert read_reach(write_reach(reach)) == reach
     assert reach.told() == "up to 800 tokens here alone, 5,600 with 4 of 4 members"
@@ -45,7 +45,7 @@ def test_the_least_loaded_become_the_smallest_group_that_holds_it() -> None:
     assert group_for(snapshot, need(1000)) is None
 
 
-def test_a_pipeline_gets_what_it_lacks() -> None:
+def test_a_pipeline_that_is_too_small_gets_another_member() -> None:
     pair = group(SHAPE, stage("a", 0, 4, SHAPE), stage("b", 4, 8, SHAPE))
     lone = group(SHAPE, stage("c", 0, 8, SHAPE))
     snapshot = Snapshot(SHAPE, (pair, lone))
@@ -55,7 +55,7 @@ def test_a_pipeline_gets_what_it_lacks() -> None:
     assert set(made.ids) == {"a", "c"}
 
 
-def test_what_outgrows_its_instance_takes_it_along() -> None:
+def test_the_group_for_an_outgrown_request_includes_its_instance() -> None:
     snapshot = singles(4, SHAPE, [0, 0, 48, 0])
     grown = need(75, group_id=GroupId("w2"), held_tokens=47 * 16)
     assert held_by(snapshot, grown) is None

@@ -34,7 +34,9 @@ def large_after_tiny(count: int, *, repaired: bool) -> Book:
 
 @pytest.mark.parametrize("count", [5, 40])
 def test_the_counterexample_to_property_5_as_printed(count: int) -> None:
-    """As printed, tiny requests never move to large ones: over 4/3 of the bins needed, and every large bin hollow."""
+    """As printed, tiny requests never move next to large ones: MELL uses over 4/3 of the bins needed, and every bin
+    with a large request stays partly empty.
+    """
     amounts = [CAPACITY // 5] * (2 * count) + [51 * CAPACITY // 100] * count
     assert first_fit_decreasing(amounts) == count
     printed, repaired = (large_after_tiny(count, repaired=repaired) for repaired in (False, True))
@@ -68,8 +70,8 @@ def operations(seed: int, count: int) -> Iterator[tuple[Book, dict[int, int]]]:
 
 @pytest.mark.rotating
 def test_repaired_all_properties_hold_through_a_thousand_random_sequences() -> None:
-    """At most one bin of each kind is an exception; no request is lost, no bin overflows (`check`), at most ten items
-    move.
+    """At most one bin of each kind is an exception, no request is lost, no bin overflows (`check`), and at most ten
+    items move.
     """
     for seed in range(1000):
         where: dict[object, int] = {}
@@ -87,7 +89,7 @@ def test_repaired_all_properties_hold_through_a_thousand_random_sequences() -> N
 
 
 def test_moves_of_an_epoch_are_merged() -> None:
-    """Taken once for all operations, the moves are fewer than taken after each one."""
+    """Merged over all operations, there are fewer moves than if each operation's moves are made right after it."""
     single = together = 0
     for seed in range(20):
         rng = random.Random(seed)

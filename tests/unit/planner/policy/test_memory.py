@@ -1,4 +1,4 @@
-"""The memory figures of plans match what a worker's memory then does."""
+"""The memory figures of plans match what a worker's memory has after executing them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which instance migrates running requests to which."""
+"""Which instances migrate running requests, and to which instances."""
 
 from dataclasses import replace
 
@@ -50,12 +50,12 @@ def test_nothing_moves_between_instances_that_are_alike() -> None:
 
 
 def test_a_request_that_waits_for_memory_in_pieces_makes_its_instance_look_full() -> None:
-    """w1 has twenty free blocks, but one of its requests waits for thirty."""
+    """w1 has twenty free blocks, but one of its waiting requests needs thirty."""
     assert moves({"w1": load(80, waiting=30), "w2": load(50, running=2)}) == [("w1", "w2", 30)]
     assert moves({"w1": load(80), "w2": load(50, running=2)}) == []
 
 
-def test_what_a_target_keeps_for_its_own_is_no_room() -> None:
+def test_a_targets_reserve_is_no_room() -> None:
     full = load(98)
     assert moves({"w1": full, "w2": replace(load(60), kept_block_count=5)}) == [("w1", "w2", 19)]
     assert moves({"w1": full, "w2": replace(load(60), kept_block_count=25)}) == [("w1", "w2", 15)]
@@ -68,7 +68,7 @@ def test_a_single_request_gains_nothing_by_moving() -> None:
     assert moves({"w1": load(99, running=1, waiting=10), "w2": load(0, running=0)}) == [("w1", "w2", 54)]
 
 
-def test_who_drains_gives_everything_away_and_takes_nothing() -> None:
+def test_a_draining_instance_migrates_all_requests_and_takes_none() -> None:
     drained = {"w1": load(10, draining=True), "w2": load(40), "w3": load(60, running=2)}
     assert moves(drained, DRAINS_ONLY) == [("w1", "w3", 40), ("w1", "w2", 60)], "to all workers with room, at once"
     assert moves({"w1": load(97), "w2": load(0, running=0, draining=True)}) == []
@@ -78,13 +78,13 @@ def test_without_the_policy_only_drains_move_requests() -> None:
     assert moves({"w1": load(96), "w2": load(0)}, DRAINS_ONLY) == []
 
 
-def test_who_runs_as_many_as_it_may_takes_nothing() -> None:
+def test_an_instance_at_its_maximum_takes_no_requests() -> None:
     full = replace(load(0, running=8), max_running_count=8)
     assert moves({"w1": load(96), "w2": full}) == []
 
 
 def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
-    """Its leader reports its blocks, and it drains if any of its members does."""
+    """Its leader reports the pipeline's blocks. The pipeline drains if any of its members does."""
 
     def found(pair: LoadReport, alone: LoadReport, *, follower_drains: bool = False) -> list[tuple[str, str]]:
         members = [

@@ -23,7 +23,7 @@ def named(layout: Layout, most: int) -> dict[str, str]:
     return {str(m.worker_id): "".join(p.worker_id for p in ps) for m, ps in likely_partners(layout, most)}
 
 
-def test_in_a_small_cluster_everybody_is_named() -> None:
+def test_in_a_small_cluster_all_workers_are_partners() -> None:
     assert named(layout("a", "b", "c"), 8) == {"a": "bc", "b": "ac", "c": "ba"}
 
 
@@ -34,7 +34,7 @@ def test_the_own_group_comes_first_then_the_neighbours() -> None:
     assert found["a"] == "bc"
 
 
-def test_whoever_leaves_is_named_to_nobody_and_one_alone_has_none() -> None:
+def test_leaving_workers_are_no_partners_and_a_lone_worker_has_none() -> None:
     assert named(layout("a", "b", "c", draining="b"), 8) == {"a": "c", "c": "a"}
     assert named(layout("a", "b", "C"), 8) == {"a": "b", "b": "a"}
     assert named(layout("a"), 8) == {"a": ""}

@@ -12,7 +12,7 @@ def dropped(count: int, copies: int, used: list[int] | None = None) -> Snapshot:
     return after(snapshot, by_need(snapshot, copies * 8_000))
 
 
-def test_an_idle_pipeline_is_dissolved_and_everybody_pulls_what_it_lacks() -> None:
+def test_an_idle_pipeline_dissolves_and_members_pull_their_missing_layers() -> None:
     restore = plan_restore(dropped(2, 1))
     (pair,) = restore.dissolutions
     assert pair.members == ("w0", "w1")
@@ -35,9 +35,9 @@ def test_sources_share_the_work() -> None:
     assert max(asked.values()) == 1
 
 
-def test_nobody_left_to_ask_means_host_or_disk() -> None:
+def test_without_a_source_layers_come_from_host_or_disk() -> None:
     shape = model(8)
-    left = group(shape, stage("a", 0, 4, shape), stage("b", 4, 7, shape))  # the last layer was on another member
+    left = group(shape, stage("a", 0, 4, shape), stage("b", 4, 7, shape))  # the last layer was held by another member
     (restored,) = plan_restore(Snapshot(shape, (left,))).dissolutions
     assert {p.worker_id: p.source for p in restored.pulls if p.layer == 7} == {"a": None, "b": None}
 
@@ -62,7 +62,7 @@ def test_a_busy_pipeline_stays_and_the_idle_one_goes() -> None:
     assert "exceed" in why
 
 
-def test_all_demand_must_fit_and_what_waits_counts() -> None:
+def test_all_demand_must_fit_including_waiting_requests() -> None:
     shape = model(8)
     pair = group(shape, stage("a", 0, 4, shape), stage("b", 4, 8, shape))
 

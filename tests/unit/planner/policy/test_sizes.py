@@ -1,4 +1,4 @@
-"""How many instances should serve: predictions for one fewer and for some more, and the cost of an instance."""
+"""How many instances should serve: predictions for one fewer and for several more, and the cost of an instance."""
 
 import math
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ def sized(
     return compare_sizes(snapshot, Running(256, 0), traffic, PACE, reserve, may_shrink=may, targets=ComparisonTargets())
 
 
-def test_where_little_is_wanted_one_less_is_enough_and_only_if_it_may() -> None:
+def test_under_low_demand_one_instance_leaves_if_it_may() -> None:
     calm = quiet(1.0)
     assert sized(EIGHT, 0.1, calm).chosen.candidate.added == -1
     assert sized(EIGHT, 0.1, calm, may=False).chosen.candidate.added == 0
 
 
-def test_one_less_of_unlike_instances_leaves_what_runs_there_to_the_others() -> None:
+def test_the_requests_of_a_leaving_unlike_instance_count_on_the_others() -> None:
     """The two instances differ in speed, so each is the only one of its kind."""
     like = running(alone(("a", "b"), round(0.1 * BLOCKS)), 10)
     slower = like.groups[1].members[0]._replace(slowness=2.0)
@@ -56,7 +56,7 @@ def test_one_less_of_unlike_instances_leaves_what_runs_there_to_the_others() -> 
 
 
 @pytest.mark.parametrize(("used", "leaves"), [(0.3, True), (0.42, False)])
-def test_memory_is_kept_for_what_nobody_predicts(used: float, leaves: bool) -> None:
+def test_memory_is_reserved_for_unpredicted_demand(used: float, leaves: bool) -> None:
     """Usage of 0.3 on eight instances is 0.34 on seven; 0.42 is 0.48."""
     assert (sized(EIGHT, used, quiet(1.0)).chosen.candidate.added < 0) is leaves
 
@@ -86,7 +86,7 @@ def test_the_largest_jump_of_some_minutes_is_remembered_and_then_forgotten() -> 
     assert most[400] == pytest.approx(2.2), "a minute later the peak is forgotten"
 
 
-def test_who_would_have_been_called_back_a_moment_ago_stays() -> None:
+def test_an_instance_that_was_needed_a_moment_ago_stays() -> None:
     assert sized(EIGHT, 0.3, quiet(1.0), replace(FULL, jump=0.2, peak=3.0)).chosen.candidate.added < 0
     assert sized(EIGHT, 0.3, quiet(1.0), replace(FULL, jump=0.2, peak=7.5)).chosen.candidate.added == 0
 
@@ -100,14 +100,16 @@ def test_as_many_as_came_at_most_in_the_last_minute_may_come_again() -> None:
     assert found == [-1, 0]
 
 
-def test_what_a_drop_makes_room_for_need_not_be_kept() -> None:
-    """Eight at 0.55 and a jump of 2.5 instances: seven would be at 0.99, or at 0.55 once parameters are dropped."""
+def test_room_that_a_drop_would_make_need_not_be_reserved() -> None:
+    """With eight instances at 0.55 and a jump of 2.5 instances, seven would be at 0.99, or at 0.55 once parameters are
+    dropped.
+    """
     for gain, leaves in ((1.0, False), (1.8, True)):
         reserve = replace(FULL, jump=2.5, gain=gain)
         assert (sized(EIGHT, 0.55, quiet(1.0), reserve).chosen.candidate.added < 0) is leaves
 
 
-def test_one_less_is_kept_where_computing_is_short_though_memory_is_free() -> None:
+def test_no_instance_leaves_if_compute_is_short_although_memory_is_free() -> None:
     """A prompt of 2,000 tokens takes 0.3 s on one instance, so eight instances handle 26 a second."""
     assert sized(EIGHT, 0.15, quiet(20.0, prompt=2000, answer=20), each=2).chosen.candidate.added >= 0
     assert sized(EIGHT, 0.15, quiet(2.0, prompt=2000, answer=20), each=2).chosen.candidate.added < 0
@@ -120,7 +122,7 @@ def test_a_full_cluster_wakes_some_and_not_more_than_it_needs() -> None:
     assert losses[0] > losses[comparison.chosen.candidate.added]
 
 
-def test_what_wakes_already_counts() -> None:
+def test_waking_instances_count() -> None:
     traffic = quiet(2.0)
     waking = replace(FULL, parked_count=4, waking_s=(0.5,) * 4)
     before = sized(EIGHT[:4], 0.95, traffic, each=30).chosen.candidate.added
@@ -140,6 +142,6 @@ def test_a_leave_that_is_undone_brings_its_room_at_once() -> None:
     assert sum(k.running_count for k in woken) == 80, "every running request is counted"
 
 
-def test_some_of_the_reserve_and_all_of_it() -> None:
+def test_part_or_all_of_the_reserve_is_woken() -> None:
     assert [candidate.added for candidate in more(replace(FULL, parked_count=6))] == [1, 2, 4, 6]
     assert more(Reserve()) == []

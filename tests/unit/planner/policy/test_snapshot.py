@@ -14,7 +14,7 @@ def snapshot(*members: InstanceState, blocks: int = 5) -> Snapshot:
     return Snapshot(SHAPE, (GroupState(GroupId("g"), members, blocks, 0, 0),))
 
 
-def test_what_is_sound_passes() -> None:
+def test_a_valid_snapshot_passes() -> None:
     singles(3, SHAPE).check()
     Snapshot(SHAPE, (group(SHAPE, stage("a", 0, 2, SHAPE), stage("b", 2, 4, SHAPE)),)).check()
 
@@ -40,7 +40,7 @@ def test_what_is_sound_passes() -> None:
         (Snapshot(model(4, block_bytes=0), ()), "sizes are positive"),
     ],
 )
-def test_what_is_not_is_named(wrong: Snapshot, why: str) -> None:
+def test_errors_of_a_snapshot_are_named(wrong: Snapshot, why: str) -> None:
     with pytest.raises(InvariantViolation, match=why):
         wrong.check()
 

@@ -43,7 +43,7 @@ def test_seven_layers_on_three_members() -> None:
     assert [last - first for _, first, last in found] == [3, 2, 2]
 
 
-def test_who_has_most_kv_leads_and_takes_the_larger_part() -> None:
+def test_the_member_with_most_kv_leads_and_takes_the_larger_part() -> None:
     shape = model(5)
     assert ranges(Splitter(shape).split([full("a", shape, 10), full("b", shape, 90)])) == [("b", 0, 3), ("a", 3, 5)]
 
@@ -67,7 +67,7 @@ def test_a_small_device_takes_fewer_layers_when_time_allows() -> None:
     assert layers[WorkerId("a")] < layers[WorkerId("b")]
 
 
-def test_merging_pipelines_keeps_everybody_on_layers_it_holds() -> None:
+def test_in_merged_pipelines_members_execute_layers_that_they_hold() -> None:
     shape = model(8)
     members = [stage("a", 0, 4, shape), stage("b", 4, 8, shape), stage("c", 0, 3, shape), stage("d", 3, 8, shape)]
     found = Splitter(shape).split([SplitMember(m, 7) for m in members])
@@ -152,7 +152,7 @@ def test_many_kinds_of_members_still_find_a_pipeline() -> None:
         assert set(range(s.first_layer, s.last_layer)) <= set(s.candidate.instance.held_layers)
 
 
-def test_who_has_more_kv_never_takes_fewer_layers() -> None:
+def test_a_member_with_more_kv_never_takes_fewer_layers() -> None:
     shape = model(23)
     found = Splitter(shape).split([full(f"w{i:02d}", shape, i) for i in range(10)])
     assert found is not None
@@ -197,7 +197,7 @@ def slowest(stages: Sequence[SplitStage]) -> float:
 
 
 def test_unlike_members_are_split_between_even_and_most_memory() -> None:
-    """Compares the balanced, the middle and the most-memory split with all possible ones."""
+    """Compares the balanced split, the one in the middle, and the one with the most memory with all possible splits."""
     rng = random.Random(11)
     farther = 0
     for _ in range(600):

@@ -28,6 +28,6 @@ def ending(made: Driver, key: w.SequenceKey) -> w.Ending:
 
 
 def slices(execute: w.Execute | None) -> list[tuple[int, int, int, bool]]:
-    """The slices of a batch as (sequence id, first position, token count, whether it samples)."""
+    """The slices of a batch as (sequence id, first position, token count, whether the slice samples)."""
     assert execute is not None
     return [(s.sequence_id, s.first_position, len(s.token_ids), s.samples) for s in execute.batch.slices]

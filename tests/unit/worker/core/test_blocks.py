@@ -31,7 +31,7 @@ def test_the_lowest_free_ids_are_given_first_so_that_the_tail_stays_empty() -> N
     book.check()
 
 
-def test_what_was_freed_is_free_once() -> None:
+def test_freed_blocks_are_free_once() -> None:
     book = BlockBook(4, 1)
     book.hold(1, 3)
     assert book.release(1) == 3
@@ -76,7 +76,7 @@ def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], 
     ("table", "why"),
     [((0, 1), "block 0 belongs to"), ((3, 9), "holds block 9, there are 0 to 7"), ((3,), "1 of 8 blocks are lost")],
 )
-def test_a_second_check_sees_damage_to_what_has_changed(table: tuple[int, ...], why: str) -> None:
+def test_a_second_check_finds_damage_to_changed_tables(table: tuple[int, ...], why: str) -> None:
     book = BlockBook(8, 1)
     book.hold(1, 3)
     book.check()
@@ -86,7 +86,7 @@ def test_a_second_check_sees_damage_to_what_has_changed(table: tuple[int, ...], 
         book.check()
 
 
-def test_a_book_that_nobody_checks_remembers_nothing_of_sequences_that_have_left() -> None:
+def test_an_unchecked_book_forgets_removed_sequences() -> None:
     book = BlockBook(8, 1)
     for sequence_id in range(100):
         book.hold(sequence_id, 3)
@@ -156,7 +156,7 @@ def test_a_large_book_of_which_little_is_held_is_small() -> None:
     assert book.free_count == 10**9 - 1
 
 
-def test_trim_gives_back_what_is_beyond() -> None:
+def test_trim_releases_blocks_beyond_the_length() -> None:
     book = BlockBook(10, 4)
     book.hold(1, 20)
     book.check()
@@ -172,7 +172,7 @@ def test_trim_gives_back_what_is_beyond() -> None:
 
 
 @given(st.data())
-def test_whatever_happens_nobody_loses_a_block(data: st.DataObject) -> None:
+def test_no_block_is_lost_in_any_history(data: st.DataObject) -> None:
     block_count, first, next_id = data.draw(st.integers(1, 24)), data.draw(st.sampled_from([0, 1000])), 0
     book, held = BlockBook(block_count, 1, first), dict[int, int]()
     for _ in range(data.draw(st.integers(0, 30))):

@@ -1,4 +1,4 @@
-"""A caller that holds few blocks does not wait behind a caller that holds nearly all of them."""
+"""A caller that holds few blocks does not wait behind one that holds nearly all of them."""
 
 from tests.support.worker_core import Driver, greedy
 from tests.unit.worker.core.stories import driver, prompt
@@ -48,7 +48,7 @@ def test_a_newcomer_takes_a_place_where_these_are_short() -> None:
     made.assert_empty()
 
 
-def test_who_was_let_in_so_is_not_the_next_victim() -> None:
+def test_a_sequence_admitted_by_a_claim_is_not_the_next_victim() -> None:
     """The flooding caller's sequences grow until no block is free, while the newest sequence is the other caller's."""
     made = flooded()
     few = made.submit(prompt(3), greedy(9), caller=FEW)

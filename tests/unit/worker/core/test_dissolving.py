@@ -1,4 +1,4 @@
-"""A member's part in a restore: from the commit on it serves alone while its old group drains."""
+"""A member's part in a restore: from the commit on it serves alone, while its old group drains."""
 
 from collections.abc import Callable
 
@@ -74,8 +74,8 @@ def begun(me: WorkerId, room_blocks: int | None = None) -> Transition:
 
 
 def loading(me: WorkerId) -> Transition:
-    """A transition that loads its layers. The leader limits its group before it grants room; followers wait for the
-    grant.
+    """A transition that is loading layers. The leader limits its group before it grants room, and followers wait for
+    the grant.
     """
     transition = begun(me)
     if me == W0:
@@ -107,7 +107,7 @@ def committed(me: WorkerId) -> Transition:
 
 
 def is_done_when_led(transition: Transition, others: tuple[WorkerId, ...] = ()) -> bool:
-    """Whether the transition is done after Led and a roster from each of `others`, with no KV to exchange."""
+    """Whether the transition is done after Led and a roster from each of `others`, without any KV to exchange."""
     commands = transition.handle(Led(0.0, NEW, ()))
     assert commands[0] == SendRoster(NEW, (), tuple(name for name in NAMES if name != transition.me), 0, True)
     for other in others:
@@ -148,7 +148,9 @@ def test_a_group_whose_leader_has_committed_already_gives_more_of_its_room() -> 
 
 @pytest.mark.parametrize("me", [W0, W1])
 @pytest.mark.parametrize("begin", [begun, loading, prepared])
-def test_what_an_abort_leaves_is_undone(begin: Callable[[WorkerId], Transition], me: WorkerId) -> None:
+def test_the_effects_of_an_aborted_preparation_are_undone(
+    begin: Callable[[WorkerId], Transition], me: WorkerId
+) -> None:
     transition = begin(me)
     assert transition.handle(AbortRequested(0.0, NEW, "demand")) == ([WithdrawRoom(NEW)] if me == W0 else [])
     assert (transition.phase, transition.why, transition.undoing) == (Phase.ABORTED, "demand", True)
@@ -205,8 +207,8 @@ def test_the_group_may_have_ended_before_a_follower_hears_of_the_commit() -> Non
     assert is_done_when_led(transition, (W0, W2))
 
 
-def test_kv_of_what_is_left_is_exchanged() -> None:
-    """The middle member gets a victim; each of the other two sends it the KV of its own layers."""
+def test_kv_of_the_remaining_requests_is_exchanged() -> None:
+    """The middle member gets a victim, and each of the other two sends it the KV of its own layers."""
     transition, victim = committed(W1), Victim(7, 20, W0)
     transition.handle(EpochEnded(0.0, NEW, W0))
     transition.handle(HandoverReceived(0.0, NEW, W2, ()))
@@ -237,7 +239,7 @@ def test_a_sequence_resumes_when_the_blocks_that_it_shares_are_there() -> None:
     assert transition.handle(KvReceived(0.0, NEW, 7, W2)) == [*resumed, ReleaseLost(PLAN)]
 
 
-def test_a_leader_that_loses_a_follower_empties_the_group_for_those_who_are_left() -> None:
+def test_a_leader_that_loses_a_follower_empties_the_group() -> None:
     transition = committed(W0)
     assert transition.handle(PeerLost(0.0, W1, "gone")) == [Empty(NEW)]
     assert transition.lost == {W1}

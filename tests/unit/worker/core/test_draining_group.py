@@ -36,12 +36,12 @@ def snapshots_of(commands: list[w.Command]) -> list[SequenceSnapshot]:
 
 
 def from_elsewhere(snapshot: SequenceSnapshot) -> SequenceSnapshot:
-    """The sequence as another worker would hand it over, with an id of that worker."""
+    """The sequence as another worker would hand it over, with that worker's id for it."""
     return replace(snapshot, sequence_id=(7 << 32) + snapshot.sequence_id)
 
 
 def removed_of(commands: list[w.Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
-    """The sequences in each Removed command, and whether it goes to the stages of the draining group."""
+    """The sequences in each Removed command, and whether the command goes to the stages of the draining group."""
     return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, w.Removed)]
 
 
@@ -55,7 +55,7 @@ def ending(leader: Leader, handle: int) -> w.Ending | None:
     return next((e for emit in leader.emits for e in emit.endings if e.handle == handle), None)
 
 
-def test_who_comes_runs_in_the_own_lane_and_the_lanes_take_turns() -> None:
+def test_new_requests_run_in_the_own_lane_and_the_lanes_alternate() -> None:
     leader = dissolving("old")
     new = leader.submit("new")
     formed = [leader.batch() for _ in range(2)]
@@ -96,7 +96,7 @@ def test_a_follower_has_one_lane_its_own() -> None:
         leader.core.handle(w.BatchesLost(leader.at_s))
 
 
-def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
+def test_requests_wait_for_memory_that_the_pipeline_releases_soon() -> None:
     leader = Leader(stages=2)
     leader.feed(w.GroupOpened(leader.at_s, BlockBook(2, 4, FIRST_BLOCK)))
     assert ending_of(leader, tuple(range(1, 20))).invalid
@@ -110,7 +110,7 @@ def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
         assert leader.step()
 
 
-def test_load_is_what_there_is_for_who_comes() -> None:
+def test_the_load_report_shows_the_room_for_new_requests() -> None:
     leader = dissolving("old", "other")
     home_blocks, place_count = 2 * OWN_BLOCKS, leader.core.group_scheduler.scheduler.max_running_count
     leader.feed(w.CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
@@ -125,7 +125,7 @@ def test_load_is_what_there_is_for_who_comes() -> None:
     assert (after.block_count, after.used_block_count, after.running_count) == (home_blocks, OWN_BLOCKS + 1, 3)
 
 
-def test_who_moves_over_is_computed_anew_and_goes_on_where_it_was() -> None:
+def test_a_sequence_that_moves_over_is_recomputed_and_continues() -> None:
     leader = dissolving("old")
     commands = leader.feed(w.MovedOver(leader.at_s, frozenset({1})))
     assert removed_of(commands) == [((1,), True)]
@@ -139,7 +139,7 @@ def test_who_moves_over_is_computed_anew_and_goes_on_where_it_was() -> None:
     assert leader.heard(leader.submit("other")._replace(handle=1))[0] == [5, 5, 7]
 
 
-def test_who_waited_for_the_pipeline_moves_over_whoever_waits_here_already() -> None:
+def test_waiting_sequences_of_the_pipeline_move_over_despite_others_waiting() -> None:
     bound = 8
     leader = Leader(1, stages=2, ordinal=0, max_waiting_count=bound)
     for i in range(bound):
@@ -155,14 +155,14 @@ def test_who_waited_for_the_pipeline_moves_over_whoever_waits_here_already() -> 
     leader.core.check()
 
 
-def test_nobody_moves_over_while_it_is_in_flight() -> None:
+def test_no_sequence_moves_over_while_in_flight() -> None:
     leader = dissolving("old")
     leader.batch()
     with pytest.raises(InvariantViolation, match="given up while it is in flight"):
         leader.core.handle(w.MovedOver(leader.at_s, frozenset({1})))
 
 
-def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_stay() -> None:
+def test_a_sequence_handed_over_as_tokens_frees_its_kv_and_others_stay() -> None:
     leader = dissolving("old", "other")
     leader.submit("new")
     event = w.HandOver(leader.at_s, {1: W2, 3: W2}, by_tokens=True)
@@ -182,7 +182,7 @@ def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_sta
     assert heir.core.group_scheduler.sequence_ids == (2,)
 
 
-def test_what_comes_by_its_tokens_may_come_while_batches_are_in_flight() -> None:
+def test_sequences_handed_over_as_tokens_may_arrive_during_a_batch() -> None:
     leader = dissolving("old")
     (snapshot,) = snapshots_of(leader.feed(w.OfLeaving(0.0, w.HandOver(0.0, {1: W2}, by_tokens=True))))
     heir = dissolving("own")
@@ -197,7 +197,7 @@ def test_what_comes_by_its_tokens_may_come_while_batches_are_in_flight() -> None
         heir.core.handle(w.Adopted(heir.at_s, (replace(from_elsewhere(snapshot), computed_tokens=1),)))
 
 
-def test_the_leaving_lane_has_less_room_and_who_gives_way_waits_in_it() -> None:
+def test_the_leaving_lane_shrinks_and_preempted_sequences_wait_in_it() -> None:
     leader = dissolving("old", "other")
     leader.feed(w.OfLeaving(leader.at_s, w.CapacityChanged(leader.at_s, 2, before_block_count=32)))
     group_scheduler = leader.core.leaving
@@ -208,7 +208,7 @@ def test_the_leaving_lane_has_less_room_and_who_gives_way_waits_in_it() -> None:
     assert leader.core.group_scheduler.scheduler.block_count == OWN_BLOCKS
 
 
-def test_who_is_in_flight_may_not_leave_yet() -> None:
+def test_a_sequence_in_flight_cannot_leave() -> None:
     leader = dissolving("old", "other")
     execute = leader.batch()
     assert execute is not None
@@ -239,7 +239,7 @@ def test_a_lane_is_closed_when_nothing_is_in_it_and_its_counts_go_on() -> None:
         leader.core.handle(w.GroupOpened(leader.at_s, BlockBook(4, 4)))
 
 
-def test_what_a_lane_has_counted_outlives_it() -> None:
+def test_the_counts_of_a_lane_outlive_it() -> None:
     leader = dissolving("old", "other")
     leader.feed(w.OfLeaving(leader.at_s, w.CapacityChanged(leader.at_s, 2, before_block_count=32)))
     before = leader.core.totals.preemptions

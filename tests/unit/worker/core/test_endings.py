@@ -1,4 +1,4 @@
-"""How requests end or resume elsewhere, and what a draining worker reports: events in, commands out."""
+"""How requests end or resume elsewhere, and what a draining worker reports, as events in and commands out."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_a_waiting_request_can_be_aborted() -> None:
     assert made.core.load(made.at_s, MEMORY).waiting_block_count == 0
 
 
-def test_an_abort_that_comes_late_twice_or_for_nobody_changes_nothing() -> None:
+def test_a_late_repeated_or_unknown_abort_changes_nothing() -> None:
     made = driver()
     key = made.submit(prompt(3), greedy(1))
     made.run_to_end()
@@ -68,7 +68,7 @@ def test_a_closed_stream_takes_its_requests_with_it_and_leaves_the_others() -> N
     made.assert_empty()
 
 
-def test_what_comes_over_a_closed_stream_is_ignored() -> None:
+def test_messages_of_a_closed_stream_are_ignored() -> None:
     made = driver()
     made.feed(w.StreamClosed(0.0, 1))
     made.submit(prompt(3))
@@ -101,7 +101,7 @@ def test_a_deadline_ends_a_request_whether_it_runs_or_waits(running: bool) -> No
     assert made.core.next_deadline_at_s is None
 
 
-def test_a_batch_is_not_formed_with_those_whose_time_is_up() -> None:
+def test_a_batch_excludes_requests_past_their_deadline() -> None:
     made = driver()
     key = made.submit(prompt(3), greedy(30), deadline_at_s=1.0)
     made.at_s = 2.0
@@ -189,7 +189,7 @@ def test_a_resumed_request_with_nothing_left_to_do_ends_at_once_with_its_last_te
 # ---------------------------------------------------------------- drain, load
 
 
-def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
+def test_a_draining_worker_finishes_its_requests_and_refuses_new_ones() -> None:
     made = driver(max_running_count=1)
     keys = [made.submit(prompt(3), greedy(2)) for _ in range(2)]
     assert made.feed(w.DrainRequested(0.0)) == []
@@ -219,7 +219,7 @@ def test_draining_waits_for_the_step_of_a_request_that_has_gone() -> None:
     assert made.core.is_drained
 
 
-def test_the_load_report_counts_what_there_is() -> None:
+def test_the_load_report_counts_requests_and_blocks() -> None:
     made = driver(block_count=20, block_tokens=4, max_running_count=2, max_batch_tokens=16)
     made.at_s = 10.0
     for length in (8, 9, 4):  # with the next token 3, 3 and 2 blocks

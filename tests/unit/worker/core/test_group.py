@@ -1,4 +1,4 @@
-"""Stories of a leader: several batches in flight, changes of capacity, KV in transit."""
+"""Stories of a leader with several batches in flight, changes of capacity, and KV in transit."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.support.worker_core import MEMORY, greedy
 # ---------------------------------------------------------------- several batches in flight
 
 
-def test_as_many_batches_as_stages_are_in_flight_with_nobody_in_two() -> None:
+def test_there_is_a_batch_in_flight_per_stage_and_no_sequence_is_in_two() -> None:
     leader = Leader(stages=3, max_running_count=4, max_batch_tokens=16)
     for number in range(6):
         leader.submit(f"r{number}")
@@ -84,7 +84,7 @@ def test_results_come_in_the_order_of_the_batches() -> None:
         leader.done(second)
 
 
-def test_who_needs_the_block_of_a_sequence_in_flight_skips_a_batch() -> None:
+def test_a_sequence_that_needs_a_block_in_flight_skips_a_batch() -> None:
     leader = Leader(4, stages=2, block_tokens=4, max_running_count=2, max_batch_tokens=8)
     first = leader.submit("first", (1, 2, 3, 4, 5, 6, 7))
     leader.step()
@@ -136,7 +136,7 @@ def test_a_smaller_group_preempts_the_latest_and_says_when_it_has_settled() -> N
     assert leader.core.group_scheduler.settled
 
 
-def test_in_flight_nobody_is_preempted() -> None:
+def test_no_sequence_in_flight_is_preempted() -> None:
     leader = Leader(8, block_tokens=4)
     for number in range(4):
         leader.submit(f"r{number}", (1, 2, 3, 4))
@@ -149,7 +149,7 @@ def test_in_flight_nobody_is_preempted() -> None:
     assert leader.core.group_scheduler.settled
 
 
-def test_lent_blocks_are_not_given_to_anybody_and_harm_nobody() -> None:
+def test_lent_blocks_are_not_allocated() -> None:
     leader = Leader(8, block_tokens=4)
     leader.feed(w.CapacityChanged(leader.at_s, 8, lent_block_count=7))
     key = leader.submit("r", (1, 2, 3, 4, 5))
@@ -159,7 +159,7 @@ def test_lent_blocks_are_not_given_to_anybody_and_harm_nobody() -> None:
     assert leader.heard(key)[0] == [5]
 
 
-def test_who_does_not_fit_into_the_smaller_group_even_alone_ends() -> None:
+def test_a_sequence_too_large_for_the_smaller_group_ends() -> None:
     leader = Leader(8, block_tokens=4)
     key = leader.submit("r", tuple(range(1, 20)))
     leader.feed(w.CapacityChanged(leader.at_s, 4))
@@ -168,7 +168,7 @@ def test_who_does_not_fit_into_the_smaller_group_even_alone_ends() -> None:
     assert (ending.finish_reason, ending.invalid) == (FinishReason.ERROR, False)
 
 
-def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:
+def test_a_sequence_waits_for_blocks_that_return_soon() -> None:
     leader = Leader(8, block_tokens=4)
     key = leader.submit("r", tuple(range(1, 16)))
     leader.step()
@@ -182,7 +182,7 @@ def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:
     assert leader.heard(key)[2] is None
 
 
-def test_nothing_new_is_admitted_above_the_limit_and_what_runs_goes_on_growing() -> None:
+def test_above_the_limit_no_sequence_is_admitted_but_running_ones_grow() -> None:
     leader = Leader(12, block_tokens=1, max_batch_tokens=16)
     leader.submit("old")
     leader.step()
@@ -237,7 +237,7 @@ def test_many_prompts_are_not_put_off_for_long_by_a_limit(stages: int) -> None:
         assert batches <= 6, "each batch takes a quarter of the prompt tokens at the start, not of those left"
 
 
-def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
+def test_prompts_fill_the_batch_if_there_are_no_decodes() -> None:
     leader = Leader(64, block_tokens=4, max_batch_tokens=32)
     leader.feed(w.PrefillLimited(leader.at_s, 0))
     leader.submit("a", tuple(range(1, 21)))
@@ -283,7 +283,7 @@ def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> N
     leader.feed(w.PrefillLimited(leader.at_s, 3))
     assert len(_step(leader)) == 5
     put_in = 3
-    assert len(_step(leader)) == 3  # two leftover decodes are too many to be added
+    assert len(_step(leader)) == 3  # two leftover decodes are too many to add to the batch
     put_in = 0
     assert leader.batch() is None
 
@@ -348,7 +348,7 @@ def test_blocks_that_kv_travels_into_stay_taken_when_the_request_ends(landed: ty
 
 
 @pytest.mark.parametrize("event", [w.KvArrived(0.0, 77), w.KvLost(0.0, 77)])
-def test_news_of_kv_that_nobody_waits_for_is_stale(event: w.Event) -> None:
+def test_reports_of_kv_that_is_not_awaited_are_stale(event: w.Event) -> None:
     leader = Leader()
     assert leader.feed(event) == []
     assert leader.core.totals.stale_events == 1
@@ -357,7 +357,7 @@ def test_news_of_kv_that_nobody_waits_for_is_stale(event: w.Event) -> None:
 # ---------------------------------------------------------------- sequences that wait for room
 
 
-def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
+def test_a_sequence_waiting_for_room_holds_no_blocks() -> None:
     leader = Leader(12, stages=2, block_tokens=4, max_running_count=4)
     for name in ("first", "second"):
         leader.submit(name, (1, 2, 3, 4, 5, 6, 7), sampling=greedy(9))
@@ -383,8 +383,10 @@ def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
 # ---------------------------------------------------------------- sequences of other leaders
 
 
-def test_blocks_of_who_has_left_take_nobody_before_the_next_batch() -> None:
-    """Its reservation is released at once, its table by the next batch; only blocks free in both can be reserved."""
+def test_blocks_of_removed_sequences_are_not_reserved_before_the_next_batch() -> None:
+    """The reservation of the sequence is released at once, its table by the next batch. Only blocks that are free in
+    both can be reserved.
+    """
     leader = Leader(4, block_tokens=4, max_running_count=4)
     gone = leader.submit("gone", (1, 2, 3, 4, 5, 6, 7))
     leader.submit("stays", (1, 2, 3))

@@ -64,7 +64,7 @@ class Owner:
         return [part.sequence_id for part in formed.batch.slices]
 
 
-def test_what_enters_runs_until_its_owner_ends_it() -> None:
+def test_a_sequence_runs_until_its_owner_ends_it() -> None:
     owner = Owner(8)
     first, second = owner.enter(1, 3), owner.enter(2, 3)
     assert owner.group_scheduler.has_work
@@ -80,7 +80,7 @@ def test_what_enters_runs_until_its_owner_ends_it() -> None:
     assert owner.group_scheduler.sequences == []
 
 
-def test_who_has_outgrown_the_cache_is_told_to_its_owner_and_others_go_on() -> None:
+def test_the_owner_is_notified_of_a_sequence_that_outgrew_the_cache() -> None:
     owner = Owner(2)
     owner.enter(1, 5)
     owner.enter(2, 2)  # waits
@@ -90,7 +90,7 @@ def test_who_has_outgrown_the_cache_is_told_to_its_owner_and_others_go_on() -> N
     assert owner.ended == [1]
 
 
-def test_in_a_cache_that_shrinks_who_is_too_big_ends_before_anybody_is_preempted() -> None:
+def test_in_a_shrinking_cache_oversized_sequences_end_before_any_preemption() -> None:
     owner = Owner(8)
     large, small = owner.enter(1, 12), owner.enter(2, 3)
     owner.step()
@@ -100,7 +100,7 @@ def test_in_a_cache_that_shrinks_who_is_too_big_ends_before_anybody_is_preempted
     assert small.state is SequenceState.RUNNING
 
 
-def test_who_ends_while_its_kv_travels_keeps_its_blocks_until_that_is_over() -> None:
+def test_an_ended_sequence_holds_its_blocks_until_its_kv_has_arrived() -> None:
     owner = Owner(8)
     sequence = owner.enter(1, 3)
     owner.step()
@@ -116,7 +116,7 @@ def test_who_ends_while_its_kv_travels_keeps_its_blocks_until_that_is_over() -> 
     assert owner.group_scheduler.reserved_block_count == 0
 
 
-def test_a_group_of_more_stages_takes_more_batches_and_knows_nobody_yet() -> None:
+def test_a_group_of_more_stages_takes_more_batches_and_has_no_sequences_yet() -> None:
     owner = Owner(16)
     one, two = owner.enter(1, 3), owner.enter(2, 3)
     owner.step()

@@ -56,7 +56,7 @@ def test_nothing_is_handed_over_while_its_kv_travels() -> None:
         leader.core.handle(w.HandOver(leader.at_s, W2))
 
 
-def test_what_was_removed_is_told_before_a_handover() -> None:
+def test_removals_are_sent_before_a_handover() -> None:
     leader = Leader()
     gone = leader.submit("gone")
     leader.submit("stays")
@@ -66,7 +66,7 @@ def test_what_was_removed_is_told_before_a_handover() -> None:
     assert [type(c) for c in commands] == [w.Emit, w.Removed, w.HandedOver]
 
 
-def test_a_follower_refuses_what_is_new_and_does_not_adopt() -> None:
+def test_a_follower_refuses_new_requests_and_adopts_none() -> None:
     leader, snapshots = handed_over()
     leader.feed(w.RoleChanged(leader.at_s, leads=False))
     ending = leader.heard(leader.submit("new"))[2]
@@ -76,7 +76,7 @@ def test_a_follower_refuses_what_is_new_and_does_not_adopt() -> None:
         leader.core.handle(w.Adopted(leader.at_s, snapshots))
 
 
-def test_who_has_sequences_cannot_become_a_follower() -> None:
+def test_a_leader_with_sequences_cannot_become_a_follower() -> None:
     leader = Leader()
     leader.submit()
     with pytest.raises(InvariantViolation, match="1 sequences that were not handed over"):
@@ -88,7 +88,7 @@ def test_who_has_sequences_cannot_become_a_follower() -> None:
 
 @pytest.mark.parametrize("travels", [True, False])
 @pytest.mark.parametrize("first", ["KV", "request"])
-def test_whichever_half_is_first_waits_and_the_request_goes_on_with_its_kv(first: str, travels: bool) -> None:
+def test_request_and_kv_may_arrive_in_either_order(first: str, travels: bool) -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     key = leader.submit("r", output=OUTPUT, expects=True) if first == "request" else None
@@ -222,7 +222,7 @@ def test_kv_that_will_not_come_is_computed_again(how: str, first: str) -> None:
     assert sequence_id in (*execute.batch.removed, *removed)
 
 
-def test_who_waits_in_vain_at_a_follower_is_refused() -> None:
+def test_a_request_whose_handover_never_reaches_a_follower_is_refused() -> None:
     follower = Leader()
     follower.feed(w.RoleChanged(follower.at_s, leads=False))
     key = follower.submit("r", output=(5,), expects=True)
@@ -257,7 +257,7 @@ def test_a_request_that_waits_for_its_kv_can_leave(way: str) -> None:
 
 @pytest.mark.parametrize("travels", [False, True])
 @pytest.mark.parametrize("aborted", [False, True])
-def test_kv_that_nobody_asks_for_is_freed_after_a_time(aborted: bool, travels: bool) -> None:
+def test_unclaimed_kv_is_freed_after_a_time(aborted: bool, travels: bool) -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     if aborted:
@@ -293,13 +293,13 @@ def test_a_request_that_has_nothing_left_to_do_frees_its_kv() -> None:
     assert (leader.core.kept_count, reserved(leader)) == (0, 0)
 
 
-def test_kv_without_a_request_gives_way_like_what_runs() -> None:
+def test_unclaimed_kv_is_preempted_like_running_sequences() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2, block_count=4)
     leader.submit("old")
     leader.at_s += 1.0
     leader.step()
-    leader.adopt(snapshots)  # by its age, it was submitted later than the other one
+    leader.adopt(snapshots)  # it is the younger one, since it was submitted later
     for _ in range(10):
         leader.step()
     assert (leader.core.kept_count, leader.core.totals.preemptions) == (1, 1)
@@ -413,7 +413,7 @@ def test_the_later_of_two_dispatchers_that_wait_for_one_sequence_gets_it() -> No
     assert leader.heard(earlier)[0] == [6]  # resumed without that KV, after its own single token
 
 
-def test_of_two_leaders_that_send_kv_of_one_request_the_later_is_believed() -> None:
+def test_the_later_of_two_leaders_that_send_kv_of_a_request_counts() -> None:
     _, earlier = handed_over(steps=2)
     _, later = handed_over(steps=3, ordinal=3)
     leader = Leader(ordinal=2)

@@ -48,10 +48,10 @@ def give_up(driver: Driver, kept: int = 0) -> None:
     driver.feed(RoomWanted(driver.at_s, group_of(driver).free_block_count - kept))
 
 
-def test_what_was_given_up_comes_back_and_is_counted() -> None:
+def test_evicted_blocks_return_from_the_host_and_are_counted() -> None:
     driver = driver_of()
     run(driver, tokens(17))
-    run(driver, tokens(5, first=3))  # its steps leave time to copy the first request's blocks to the host
+    run(driver, tokens(5, first=3))  # its steps leave enough time to copy the first request's blocks to host memory
     give_up(driver)
     computed = sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices)
     assert run(driver, tokens(18)) == 16
@@ -117,7 +117,7 @@ def test_a_step_that_fails_has_copied_nothing() -> None:
     assert group_of(driver).scheduler.swap.used_block_count == 0
 
 
-def test_one_that_comes_back_may_be_aborted() -> None:
+def test_a_request_may_be_aborted_while_its_blocks_return() -> None:
     driver = driver_of(swap_blocks_per_step=1)
     run(driver, tokens(17))
     run(driver, tokens(5, first=3), 12)
@@ -149,7 +149,7 @@ def test_swapped_sequences_and_mirrors_come_before_copies() -> None:
     assert group_of(driver).scheduler.swap.swapped_total
 
 
-def test_what_is_computed_sooner_does_not_come_back() -> None:
+def test_blocks_that_are_faster_to_recompute_do_not_return() -> None:
     driver = driver_of(harvest=Harvest(cost=lambda: CostModel(0.0, 1e-9, 0.0, 0.0)))
     run(driver, tokens(17))
     run(driver, tokens(5, first=3))
@@ -158,7 +158,7 @@ def test_what_is_computed_sooner_does_not_come_back() -> None:
     assert run(driver, tokens(18)) == 0
 
 
-def test_what_copying_takes_is_measured() -> None:
+def test_the_cost_of_copies_is_measured() -> None:
     assert bringing_s(CopyPace(step_s=0.01, block_s=0.001), 4) == 0.004
     assert bringing_s(CopyPace(None, None), 11) == 0.0
 
@@ -193,7 +193,7 @@ def test_dispatchers_are_told_that_it_is_still_here() -> None:
     assert 0.0 < group_of(driver).scheduler.prefixes.kept_since_s < 5.0
 
 
-def test_what_is_read_makes_no_room() -> None:
+def test_copies_in_use_are_not_evicted() -> None:
     host = HostPrefixes(BlockBook(8, 4), 4)
     assert len(host.copy([(1, b"one"), (2, b"two")])) == 2
     host.landed([1, 2], good=True)

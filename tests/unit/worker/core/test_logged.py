@@ -22,7 +22,7 @@ class Stage:
         self.book = BlockBook(block_count, SIZE)
         self.log = LoggedTokens(SIZE)
         self.slot_count = slot_count
-        self.rows: dict[int, int] = {}  # slot -> token, as a store would have it
+        self.rows: dict[int, int] = {}  # slot -> token, as a log would store it
 
     def run(self, batch: Batch) -> None:
         tables = self.book.apply(batch)
@@ -60,7 +60,7 @@ def test_rows_are_those_of_the_packed_batch() -> None:
     assert log.token_ids(slots) == (202, 301, 302, 303, 105, 106)
 
 
-def test_what_is_computed_again_is_logged_again() -> None:
+def test_recomputed_tokens_are_logged_again() -> None:
     stage = Stage()
     stage.run(batch((1, 0, 6)))
     stage.run(batch((1, 4, 1)))

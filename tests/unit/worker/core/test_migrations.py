@@ -85,7 +85,7 @@ def arrivals(room_blocks: int = 100) -> KvArrivals:
 
 
 def copying() -> KvArrivals:
-    """A migration of which five blocks have arrived and four more have been allocated."""
+    """A migration for which five blocks have arrived and four more have been allocated."""
     coming = arrivals()
     assert offered(coming, 0.0) == [take(0, 8)]  # 23 tokens, and two blocks in reserve
     assert coming.ready(0.0, MIGRATION, W2) == [m.Say(W1, want(0, 8))]
@@ -197,13 +197,13 @@ def test_a_hand_over_is_foreseen() -> None:
     coming = arrivals()
     assert coming.prompt_limit_blocks(0.0) is None
     offered(coming, 1.0)
-    assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may come at once
+    assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may arrive at once
     assert coming.prompt_limit_blocks(1.15) is None  # the link is slow, so the handover is not expected yet
     landed(coming, 1.2, KvRange(0, 3, 23))
-    assert coming.prompt_limit_blocks(1.2) is None  # two whole blocks are missing
+    assert coming.prompt_limit_blocks(1.2) is None  # two full blocks are still missing
     landed(coming, 1.3, KvRange(3, 5, 26))
     assert coming.prompt_limit_blocks(1.3) == 0
-    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have been held back for long enough
+    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have been held back long enough
     landed(coming, 1.7, KvRange(5, 7, 26, last=True))
     assert coming.prompt_limit_blocks(1.7) == 1
     coming.heard(1.7, W1, m.Handed(MIGRATION, snapshot(SEQUENCE, 26)))
@@ -214,7 +214,7 @@ def test_a_hand_over_is_foreseen() -> None:
     assert coming.prompt_limit_blocks(2.0) is None
 
 
-def test_what_has_no_room_is_refused_before_anything_moves() -> None:
+def test_a_migration_without_room_is_refused_before_any_transfer() -> None:
     (said,) = offered(arrivals(5), 0.0)
     assert said == m.Say(W1, m.Off(MIGRATION, "full"))
     (said,) = offered(arrivals(), 0.0, why_not="no time")
@@ -263,7 +263,7 @@ def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_u
 # ---------------------------------------------------------------- groups of several stages
 
 
-def test_what_travels_is_what_two_stages_have_in_common() -> None:
+def test_stages_exchange_the_layers_that_they_have_in_common() -> None:
     """Every layer is sent once, from the stage that has it to the stage that will have it."""
     assert hops(GIVERS, PAIR) == [Hop(W1, W2, 0, 5), Hop(W1, W3, 5, 8)]
     assert hops(PAIR, GIVERS) == [Hop(W2, W1, 0, 5), Hop(W3, W1, 5, 8)]
@@ -312,7 +312,7 @@ def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_
 
 
 def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> None:
-    """If the sequence has not been handed over yet, it goes on at the source; otherwise it is recomputed."""
+    """If the sequence has not been handed over yet, it continues at the source; otherwise it is recomputed."""
     coming = to_a_pair()
     assert landed(coming, 0.1, None, W3) == [m.Stop(MIGRATION)]  # W3 has no room
     assert coming.block_count == 8
@@ -324,14 +324,14 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
     coming.ready(0.1, MIGRATION, W3)
     coming.heard(0.2, W1, state)
     assert landed(coming, 0.2, None, W2) == [m.Stop(MIGRATION)]
-    assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it arrived before the stop did
+    assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it arrived before the order to stop
         keep(0),
         m.Adopt(state.snapshot, 0),
         m.Say(W1, m.Taken(MIGRATION, False)),
     ]
 
 
-def test_a_group_that_is_lost_gives_back_what_has_not_been_handed_over() -> None:
+def test_a_lost_group_returns_only_sequences_that_were_not_handed_over() -> None:
     coming, state = to_a_pair(), m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     assert coming.abandon("w3 is gone") == [m.Say(W1, m.Off(MIGRATION, "w3 is gone"))]
     assert landed(coming, 0.2, KvRange(0, 5, 25), W2) == []  # a transfer for the lost group
@@ -353,7 +353,7 @@ def test_the_shortest_of_the_lowest_class_goes_first() -> None:
     assert choose_departure(candidates, 2) is None
 
 
-def test_the_longest_goes_first_where_memory_is_what_lacks() -> None:
+def test_the_longest_sequence_goes_first_if_memory_is_short() -> None:
     candidates = [Decoding(1, 1, 10, 3), Decoding(2, 2, 90, 23), Decoding(3, 2, 40, 10)]
     assert choose_departure(candidates, 100, longest=True) == candidates[1]
     assert choose_departure(candidates, 16, longest=True) == candidates[1], "may exceed the block budget by half"

@@ -46,7 +46,7 @@ def judge(made: Driver, key: SequenceKey, asked: tuple[int, ...]) -> None:
     assert tuple(made.received[key].token_ids) == made.expected(key, asked).token_ids
 
 
-def test_who_yields_is_away_at_once_and_comes_back_with_its_full_blocks() -> None:
+def test_a_yielding_sequence_leaves_at_once_and_returns_with_its_full_blocks() -> None:
     made = mirroring(block_count=8)
     mine = offline(made)
     steps(made, 5)
@@ -78,7 +78,7 @@ def test_without_host_memory_all_is_computed_anew() -> None:
     assert made.engine.copied_blocks == 0
 
 
-def test_who_yields_on_its_way_back_loses_nothing_and_keeps_its_mirror() -> None:
+def test_a_returning_sequence_that_yields_again_retains_its_mirror() -> None:
     made = mirroring(block_count=16, per_step=1)
     beside = made.submit(prompt(4, 70), greedy(40))  # its steps limit copies to one block each
     mine = offline(made)
@@ -102,7 +102,7 @@ def test_who_yields_on_its_way_back_loses_nothing_and_keeps_its_mirror() -> None
     made.assert_empty()
 
 
-def test_copies_for_mirrors_take_half_of_what_hides_behind_a_step() -> None:
+def test_mirror_copies_take_half_of_the_budget_hidden_behind_a_step() -> None:
     made = mirroring(block_count=40, per_step=4)
     offline(made, 16)
     offline(made, 16, first=30)
@@ -115,7 +115,7 @@ def test_copies_for_mirrors_take_half_of_what_hides_behind_a_step() -> None:
     assert space(made).mirrored_block_count == sum(counts)
 
 
-def test_a_full_host_mirrors_who_yields_first() -> None:
+def test_a_full_host_mirrors_the_sequences_that_yield_first() -> None:
     made = mirroring(block_count=40, host=6)
     first = offline(made, 16)
     steps(made, 3)
@@ -160,7 +160,7 @@ def test_an_end_frees_both_sides(yields: bool) -> None:
 @pytest.mark.parametrize(
     "event", [RoleChanged(0.0, leads=True, stage_count=2), CapacityChanged(0.0, 12, swap_block_count=1)]
 )
-def test_a_group_that_changes_forgets_what_was_copied(event: RoleChanged | CapacityChanged) -> None:
+def test_a_change_of_the_group_discards_mirrors(event: RoleChanged | CapacityChanged) -> None:
     made = mirroring()
     offline(made)
     steps(made, 5)
@@ -210,8 +210,8 @@ def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
 
 
 def test_a_prompt_that_is_scored_begins_anew_after_it_has_yielded() -> None:
-    """Its prompt log-probabilities require that one pass computes the whole prompt, so none of it is mirrored before
-    that.
+    """Its prompt logprobs require a single pass over the whole prompt, so nothing is mirrored before that pass has
+    ended.
     """
     bounds = limits(swap_block_count=40, swap_blocks_per_step=8, swaps_online=False, max_batch_tokens=8)
     made = Driver(bounds, 12, harvest=HARVEST)

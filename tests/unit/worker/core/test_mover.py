@@ -21,7 +21,7 @@ ALL = StageLayers(W0, 0, 8)
 
 
 class Stands:
-    """A mover, its block book, and the destinations that are registered and not in use by a link yet."""
+    """A mover, its block book, and the registered destinations that no link uses yet."""
 
     def __init__(self, block_count: int = 200) -> None:
         self.book = BlockBook(block_count, 16)
@@ -85,7 +85,7 @@ def test_kv_goes_when_it_is_to_be_given_and_has_been_asked_for(asked_first: bool
     assert stands.mover.sent(2.0, send) == [KvSent(2.0, EPOCH, SEQUENCE, W1)]
 
 
-def test_what_is_asked_for_together_goes_together_the_short_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_for_kv_are_answered_together_short_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
     stands = Stands()
     tokens = {1: 100, 2: 20, 3: 20, 4: 300, 5: 5}
     for sequence_id, count in tokens.items():
@@ -105,7 +105,7 @@ def test_what_is_asked_for_together_goes_together_the_short_ones_first(monkeypat
     assert [send.rank for send in sends] == [5, 100, 300, 100]
 
 
-def test_what_a_link_has_no_room_for_waits_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_wait_in_order_if_a_link_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TOGETHER", 1)
     stands = Stands()
     for sequence_id in (1, 2, 3):
@@ -146,7 +146,7 @@ def test_a_victim_has_blocks_before_its_givers_are_asked_and_each_is_told_of() -
     assert not stands.mover.holds
 
 
-def test_what_lies_in_the_blocks_of_the_group_before_is_copied_over() -> None:
+def test_kv_in_blocks_of_the_previous_group_is_copied() -> None:
     stands, own = Stands(), BlockBook(10, 16, first_block=500)
     before = stands.book.hold(SEQUENCE, 70)
     command, *_ = stands.expect(SEQUENCE, 40, own)
@@ -193,7 +193,7 @@ def test_givers_that_send_different_spans_have_sent_none() -> None:
 
 
 @pytest.mark.parametrize("how", ["stopped", "a giver is lost", "the layout changes"])
-def test_what_is_withdrawn_does_not_come_and_what_is_being_written_is_waited_for(how: str) -> None:
+def test_withdrawn_transfers_end_and_active_writes_are_waited_for(how: str) -> None:
     stands = Stands()
     stands.take()
     stands.places.discard((MIGRATION, SEQUENCE, W1, 0))  # a link thread is writing into it
@@ -231,7 +231,7 @@ def test_a_group_that_is_lost_waits_for_nothing() -> None:
     assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) is None
 
 
-# ---------------------------------------------------------------- layers that have been given up
+# ---------------------------------------------------------------- dropped layers
 
 
 def filled(rng: random.Random, sequences: int) -> BlockBook:
@@ -248,7 +248,7 @@ def filled(rng: random.Random, sequences: int) -> BlockBook:
 
 
 def retired(mover: Mover, sequence_id: int) -> Table:
-    """The blocks of the given-up layers from which the sequence's KV would be sent."""
+    """The blocks of the dropped layers from which the sequence's KV would be sent."""
     assert mover._is.retired is not None
     return mover._is.retired.table(sequence_id)
 
@@ -269,7 +269,7 @@ def test_the_tables_are_as_they_were_whatever_becomes_of_the_book() -> None:
         stands.order(2, 60)
 
 
-def test_what_has_been_given_is_forgotten_between_two_waves() -> None:
+def test_sent_kv_is_forgotten_between_two_waves() -> None:
     stands = Stands()
     for sequence_id in (1, 2, 3):
         stands.book.hold(sequence_id, 32)
@@ -282,12 +282,12 @@ def test_what_has_been_given_is_forgotten_between_two_waves() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_is_left_lies_side_by_side_and_is_what_it_was(seed: int) -> None:
+def test_compaction_makes_the_remaining_blocks_contiguous_and_unchanged(seed: int) -> None:
     rng, stands = random.Random(seed), Stands()
     book, mover = filled(rng, 12), stands.mover
     mover.begin(book)
     mover.retire()
-    content = {block: block for block in range(200)}  # of one layer: each block holds its original number
+    content = {block: block for block in range(200)}  # one layer: each block holds its old number
     left = set(book.sequence_ids)
     while left:
         gone = rng.sample(sorted(left), min(len(left), 3))
@@ -302,8 +302,8 @@ def test_what_is_left_lies_side_by_side_and_is_what_it_was(seed: int) -> None:
         assert used_end == sum(len(book.table(sequence_id)) for sequence_id in left)
 
 
-def test_a_place_that_nobody_waits_for_is_seen() -> None:
-    """Otherwise KV for an abandoned exchange would be written into blocks that another sequence has by then."""
+def test_a_destination_that_is_not_awaited_is_detected() -> None:
+    """Otherwise KV for an abandoned exchange would be written into blocks that belong to another sequence by then."""
     stands = Stands()
     stands.expect(SEQUENCE, 70)
     stands.mover.check(stands.places)

@@ -1,4 +1,4 @@
-"""Offline sequences use what online ones leave free, and give it up at once."""
+"""Offline sequences use the capacity that online ones leave free, and release it at once."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_a_newcomer_takes_the_place_of_an_offline_sequence() -> None:
     made.assert_empty()
 
 
-def test_what_runs_grows_into_the_blocks_of_offline_sequences() -> None:
+def test_running_sequences_grow_into_blocks_of_offline_ones() -> None:
     made = driver(block_count=4, block_tokens=4, harvest=FREE)
     made.submit(prompt(6), greedy(8))
     made.submit(prompt(5), greedy(9), priority=BATCH)
@@ -172,7 +172,7 @@ def test_only_offline_work_alone_has_safepoints() -> None:
     made.assert_empty()
 
 
-def test_what_was_preempted_within_a_step_is_computed_once_more() -> None:
+def test_slices_of_a_preempted_step_are_computed_again() -> None:
     made = driver(block_count=40, block_tokens=4, harvest=CUT)
     first = made.submit(prompt(7), greedy(9), priority=BATCH)
     made.step()
@@ -191,7 +191,7 @@ def test_what_was_preempted_within_a_step_is_computed_once_more() -> None:
     assert len(made.received[first].token_ids) == 9
 
 
-def test_who_ends_while_its_step_is_preempted_leaves_nothing() -> None:
+def test_a_sequence_that_ends_during_a_preempted_step_leaves_no_blocks() -> None:
     made = driver(block_count=40, block_tokens=4, harvest=CUT)
     key = made.submit(prompt(7), greedy(9), priority=BATCH)
     made.want_batch()

@@ -76,7 +76,7 @@ def test_other_salts_find_nothing() -> None:
     assert run(driver, tokens(16), salt=b"a") == 12
 
 
-def test_what_waits_wants_a_common_beginning_once() -> None:
+def test_waiting_requests_need_a_common_prefix_once() -> None:
     driver = driver_of(block_count=500, block_tokens=16, max_running_count=1)
     trunk = tokens(2000)
     for n in range(101):
@@ -91,7 +91,7 @@ def test_what_waits_wants_a_common_beginning_once() -> None:
     assert load.prompt_token_count == 100 * 2
 
 
-def test_the_tail_of_what_was_used_least_recently_goes_first() -> None:
+def test_the_tail_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     driver = driver_of(block_count=20)
     old, new = tokens(17), tokens(17, first=3)
     run(driver, old)
@@ -104,7 +104,7 @@ def test_the_tail_of_what_was_used_least_recently_goes_first() -> None:
     assert run(driver, old[:13]) == 8, "its first two blocks were used last"
 
 
-def test_what_only_offline_work_has_used_goes_first() -> None:
+def test_blocks_used_only_offline_are_evicted_first() -> None:
     driver = driver_of(block_count=40)
     run(driver, tokens(17))
     for n in range(6):
@@ -117,7 +117,7 @@ def test_what_only_offline_work_has_used_goes_first() -> None:
     assert run(driver, tokens(17)) == 16, "use by offline work must not make them go first"
 
 
-def test_a_preempted_sequence_computes_only_what_was_given_up() -> None:
+def test_a_preempted_sequence_recomputes_only_evicted_blocks() -> None:
     driver = driver_of(block_count=8, max_model_len=64)
     first = driver.submit(tokens(12), greedy(16), priority=PriorityClass.INTERACTIVE)
     second = driver.submit(tokens(8, first=5), greedy(12))
@@ -141,7 +141,7 @@ def test_equal_prompts_that_come_at_once_are_computed_once() -> None:
     assert driver.received[other].ending is not None
 
 
-def test_what_shares_little_does_not_wait() -> None:
+def test_a_request_that_shares_little_does_not_wait() -> None:
     driver = driver_of(block_count=600, block_tokens=16, max_batch_tokens=512)
     driver.submit(tokens(2000), greedy(4))
     driver.submit((*tokens(300), *tokens(400, first=7)), greedy(4))
@@ -170,7 +170,7 @@ def test_a_change_of_role_forgets_all() -> None:
     assert run(driver, tokens(16)) == 0
 
 
-def test_what_runs_while_its_group_changes_gets_no_numbers() -> None:
+def test_sequences_that_run_across_a_group_change_get_no_numbers() -> None:
     """The stages of the new group do not have its KV yet."""
     named = list[bool]()
     for changes in (False, True):
@@ -222,7 +222,7 @@ def test_nothing_is_named_or_told_without_caching() -> None:
     assert driver.core.group_scheduler.book.used_count == 0
 
 
-def test_one_that_ends_in_a_step_that_fails_leaves_nothing_either() -> None:
+def test_a_sequence_that_ends_in_a_failed_step_leaves_nothing_to_be_found() -> None:
     driver = driver_of()
     aborted = driver.submit(tokens(17))
     driver.want_batch()

@@ -1,4 +1,4 @@
-"""What capacity a leader counts on, and what it knows of its stages' room for a restore."""
+"""The capacity that a leader counts on, and its knowledge of its stages' room for a restore."""
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.room import GroupRoom, RoomSizes
@@ -27,12 +27,12 @@ def test_a_leader_knows_the_sizes_of_a_group_when_all_have_told_them() -> None:
     assert room.sizes is None
 
 
-def test_what_a_stage_has_said_before_it_heard_of_a_restores_end_does_not_count() -> None:
+def test_reports_of_a_stage_from_before_a_restores_end_do_not_count() -> None:
     room = leader()
     room.told(STAGE, 18, SIZES, Epoch(0))
     room.limit(Epoch(3))
     assert room.capacity(0.0).before_block_count == 18
-    room.told(ME, 20, MINE, Epoch(3))  # the leader has abandoned the restore and has all its blocks again
+    room.told(ME, 20, MINE, Epoch(3))  # the leader has abandoned the restore and has all of its blocks again
     assert not room.told(STAGE, 18, SIZES, Epoch(0))  # sent before the stage heard of that; it has since made room
     assert room.capacity(0.0).block_count == 8
     assert room.told(STAGE, 18, SIZES, Epoch(3))
@@ -65,7 +65,7 @@ def test_a_grant_of_room_is_of_the_newest_restore() -> None:
     room = GroupRoom(STAGE, lambda: SIZES)
     assert room.granted(Epoch(3)) is None
     room.grant(Epoch(3), 8)
-    room.grant(Epoch(2), 9)  # of an earlier restore
+    room.grant(Epoch(2), 9)  # of an earlier restore, so it is ignored
     assert (room.granted(Epoch(3)), room.granted(Epoch(2))) == (8, None)
     room.withdraw(Epoch(3))
     room.withdraw(Epoch(1))

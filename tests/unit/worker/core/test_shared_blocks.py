@@ -68,7 +68,7 @@ def test_a_number_is_no_other_sequence() -> None:
 
 
 def test_shared_blocks_are_expected_and_sent_once() -> None:
-    """The second sequence shares two blocks of the first, which is sent before it."""
+    """The second sequence shares two blocks with the first one, which is sent before it."""
     book = BlockBook(20, 16)
     mover = Mover(16, 1, lambda _: True)
     mover.begin(book)
@@ -113,7 +113,7 @@ def standing(sequence_id: int, *shared: int, own: int = 3, home: WorkerId = A) -
     return MovedSequence(one, 0, (0.0, sequence_id), own, own, frozenset({home}), frozenset(shared))
 
 
-def test_who_shares_fits_where_all_by_themselves_would_not() -> None:
+def test_sequences_that_share_blocks_fit_where_separate_ones_would_not() -> None:
     waves = Waves((A, B), [standing(n, -1, -2, -3, -4) for n in range(4)])
     first = waves.first({A: 16, B: 16}, 16)
     assert (len(first.admitted), first.lost, first.last) == (4, (), True)
@@ -121,7 +121,7 @@ def test_who_shares_fits_where_all_by_themselves_would_not() -> None:
     assert (len(short.admitted), [v.sequence_id for v in short.lost]) == (3, [3])
 
 
-def test_what_waiting_sequences_share_counts_on_every_stage() -> None:
+def test_blocks_shared_by_waiting_sequences_count_on_every_stage() -> None:
     waves = Waves((A, B), [standing(n, -1, -2, own=4) for n in range(4)])
     first = waves.first({A: 22, B: 10}, 40)
     assert [v.sequence_id for v in first.admitted] == [0], "needs 2 shared blocks, 4 of its own, 1 in reserve"
@@ -180,7 +180,7 @@ def test_sharing_survives_the_change_of_a_group_and_ends_with_the_sequences() ->
     assert index.retained_count > 0, "blocks computed since the change are cached again"
 
 
-def test_a_sequence_that_waits_keeps_what_it_shares_with_one_that_ends() -> None:
+def test_a_waiting_sequence_holds_blocks_shared_with_an_ended_one() -> None:
     driver = two_alike()
     group = driver.core.group_scheduler
     victims = group.own_victims(A)

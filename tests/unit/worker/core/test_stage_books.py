@@ -27,7 +27,7 @@ def test_a_table_is_the_same_object_until_it_grows() -> None:
     assert book.apply(batch((1, 8, 1)))[0] == (*table, 2)
 
 
-def test_removing_what_a_stage_never_held_is_nothing() -> None:
+def test_removing_an_unknown_sequence_has_no_effect() -> None:
     book = BlockBook(2, 4)
     assert book.apply(batch(removed=(9,))) == ()
     book.check()
@@ -58,7 +58,7 @@ def test_compaction_moves_only_the_tail_onto_the_lowest_free_blocks() -> None:
     assert book.hold(4, 2) == (5, 6)
 
 
-def test_a_cache_cannot_end_before_what_it_holds() -> None:
+def test_a_cache_cannot_shrink_below_its_used_blocks() -> None:
     book = BlockBook(8, 1)
     book.hold(1, 5)
     with pytest.raises(InvariantViolation, match="5 blocks are held, they do not fit into 4"):

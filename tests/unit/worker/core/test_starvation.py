@@ -7,7 +7,9 @@ from tests.unit.worker.core.stories import driver, prompt
 
 
 def steps_until_served(priority: PriorityClass) -> int | None:
-    """Steps until the request gets a token while more interactive requests arrive than fit; None: not within 30 s."""
+    """Steps until the request gets a token while more interactive requests arrive than fit; None if it gets none within
+    30 s.
+    """
     made = driver(block_count=8, block_tokens=4, max_running_count=2, max_batch_tokens=64, max_waiting_count=100_000)
     for number in range(4):
         made.submit(prompt(3, first=number), greedy(3), priority=PriorityClass.INTERACTIVE)

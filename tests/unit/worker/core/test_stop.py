@@ -36,7 +36,7 @@ def test_a_stop_string_over_three_tokens_is_never_shown() -> None:
     assert (stop.finish_reason, stop.matched_stop) == (FinishReason.STOP, "</end>")
 
 
-def test_what_only_looked_like_a_stop_string_is_released() -> None:
+def test_text_that_only_resembled_a_stop_string_is_released() -> None:
     stop = rule(stop=("</end>",))
     assert take_all(stop, ["a <", "/e", "lse", " <"]) == ["a ", "", "</else", " "]
     assert stop.flush() == "<"
@@ -53,7 +53,7 @@ def test_the_stop_string_that_is_complete_first_wins() -> None:
     assert stop.matched_stop == "bc"
 
 
-def test_of_two_that_end_together_the_longer_wins() -> None:
+def test_the_longer_of_two_stop_strings_that_end_together_wins() -> None:
     stop = rule(stop=("cd", "abcd"))
     assert take_all(stop, ["x abcd y"]) == ["x "]
     assert stop.matched_stop == "abcd"
@@ -71,7 +71,7 @@ def test_a_stop_string_that_ends_behind_min_tokens_counts_wherever_it_begins() -
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_end_of_sequence_shows_what_was_held_back_and_its_own_text_only_if_included(include: bool) -> None:
+def test_end_of_sequence_releases_held_text_and_its_own_only_if_included(include: bool) -> None:
     stop = rule(stop=("xyz",), include_stop_str_in_output=include)
     assert stop.take(1, 1, "ab x") == "ab "
     assert stop.take(9, 2, "</s>") == ("x</s>" if include else "x")
@@ -95,7 +95,7 @@ def test_end_of_sequence_within_min_tokens_goes_on() -> None:
     assert stop.finish_reason is FinishReason.STOP
 
 
-def test_the_length_ends_it_and_shows_what_was_held_back() -> None:
+def test_the_maximum_length_ends_the_text_and_releases_held_text() -> None:
     stop = rule(stop=("zz",), max_tokens=2)
     assert take_all(stop, ["a", "z"]) == ["a", "z"]
     assert stop.finish_reason is FinishReason.LENGTH
@@ -119,7 +119,7 @@ def test_a_resumed_text_is_not_sent_again_and_its_held_end_still_matches() -> No
     assert text.feed("D!", True) == ("", "END")
 
 
-def test_a_stop_string_in_what_an_earlier_attempt_passed_does_not_count_again() -> None:
+def test_a_stop_string_that_an_earlier_attempt_passed_does_not_count_again() -> None:
     text = StopText(("b",), False, "ab", delivered_chars=1)
     assert text.feed("c", True) == ("bc", None)
 
@@ -128,7 +128,7 @@ def test_a_stop_string_in_what_an_earlier_attempt_passed_does_not_count_again() 
     ("token_ids", "reason"),
     [([1, 9], FinishReason.STOP), ([1, 1, 1], FinishReason.LENGTH), ([9, 1], None), ([9], None)],
 )
-def test_what_an_earlier_attempt_left_may_be_complete(token_ids: list[int], reason: FinishReason | None) -> None:
+def test_a_resumed_text_may_already_be_complete(token_ids: list[int], reason: FinishReason | None) -> None:
     stop = rule(max_tokens=3, min_tokens=1)
     stop.resume(token_ids)
     assert stop.finish_reason is reason

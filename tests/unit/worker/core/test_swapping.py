@@ -1,4 +1,4 @@
-"""Preempted sequences that keep their KV in host memory: the core with a model that reads its KV back."""
+"""Preempted sequences whose KV stays in host memory. The core runs with a model that reads its KV back."""
 
 import random
 from typing import Any
@@ -50,7 +50,7 @@ def computed_tokens(driver: Driver) -> int:
 
 
 @pytest.mark.parametrize("per_step", [0, 1, 2, 50])
-def test_who_gives_way_comes_back_and_nothing_is_computed_twice(per_step: int) -> None:
+def test_a_swapped_out_sequence_returns_and_nothing_is_recomputed(per_step: int) -> None:
     driver = swapping(per_step=per_step)
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     driver.run_to_end()
@@ -141,7 +141,7 @@ def test_a_change_of_the_group_has_them_computed_anew() -> None:
     assert len(asked) == 3
 
 
-def test_stages_are_told_to_forget_what_is_being_copied_when_there_is_no_host_memory_any_more() -> None:
+def test_without_host_memory_stages_are_ordered_to_forget_active_copies() -> None:
     driver = swapping(block_count=22, per_step=1)
     submit(driver, (8, 20), (8, 40), (8, 30), (8, 30))
     while not space(driver).leaving_block_count:
@@ -157,7 +157,7 @@ def test_stages_are_told_to_forget_what_is_being_copied_when_there_is_no_host_me
     assert space(driver).used_block_count == 0
 
 
-def test_a_dispatcher_hears_of_what_is_swapped_out_when_its_blocks_are_free_and_when_it_is_let_in() -> None:
+def test_swaps_are_reported_once_blocks_are_free_and_at_readmission() -> None:
     driver = swapping(per_step=1)
     submit(driver, (8, 30), (8, 30), (8, 30))
     while not space(driver).leaving_block_count:
@@ -175,7 +175,7 @@ def test_a_dispatcher_hears_of_what_is_swapped_out_when_its_blocks_are_free_and_
     driver.run_to_end()
 
 
-def test_what_is_handed_over_takes_no_host_blocks_along() -> None:
+def test_a_handed_over_sequence_takes_no_host_blocks_along() -> None:
     driver = swapping()
     submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
@@ -188,7 +188,7 @@ def test_what_is_handed_over_takes_no_host_blocks_along() -> None:
     assert len(space(driver).entries) == 0
 
 
-def test_a_cache_that_shrinks_gives_up_what_was_swapped() -> None:
+def test_a_shrinking_cache_discards_swapped_sequences() -> None:
     driver = swapping(block_count=12)
     asked = submit(driver, (8, 20), (8, 20), (8, 20))
     until_away(driver)
@@ -222,7 +222,7 @@ def test_random_loads_give_the_undisturbed_tokens(seed: int) -> None:
     assert space(driver).swapped_total > 0
 
 
-def test_the_budget_is_what_hides_behind_a_step() -> None:
+def test_the_budget_is_the_copies_hidden_behind_a_step() -> None:
     pace = CopyPace()
     assert copy_budget(pace, 0) == FIRST_BLOCKS
     assert copy_budget(pace, 3) == 3

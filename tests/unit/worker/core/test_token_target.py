@@ -1,4 +1,6 @@
-"""A TPOT target limits how many sequences run: which ones wait, and that running ones are never preempted for it."""
+"""A TPOT target limits how many sequences run. It decides which sequences wait, but running ones are never preempted
+for it.
+"""
 
 import math
 
@@ -22,7 +24,7 @@ def counts(made: Driver | Leader) -> tuple[int, int, int]:
     return load.running_count, load.waiting_count, load.max_running_count
 
 
-def test_who_would_make_tokens_late_waits_until_another_has_ended() -> None:
+def test_a_sequence_that_would_make_tokens_late_waits() -> None:
     made = driver(64, TokenTarget(0.0135, lambda: COST), max_running_count=8, max_batch_tokens=64)
     keys = [made.submit(prompt(3), greedy(4 + number)) for number in range(6)]
     made.step()
@@ -34,7 +36,7 @@ def test_who_would_make_tokens_late_waits_until_another_has_ended() -> None:
     made.assert_empty()
 
 
-def test_who_waits_for_a_target_is_let_in_in_the_order_of_service() -> None:
+def test_sequences_waiting_for_a_target_are_admitted_in_order() -> None:
     made = driver(64, TokenTarget(0.0115, lambda: COST))
     classes = (PriorityClass.DEFAULT, PriorityClass.DEFAULT, PriorityClass.INTERACTIVE)
     keys = [made.submit(prompt(3), greedy(2), priority=priority) for priority in classes]
@@ -45,7 +47,7 @@ def test_who_waits_for_a_target_is_let_in_in_the_order_of_service() -> None:
     made.assert_empty()
 
 
-def test_the_strictest_of_those_that_run_decides_who_waits() -> None:
+def test_the_strictest_running_target_decides_which_sequences_wait() -> None:
     classes = {PriorityClass.INTERACTIVE: Targets(tpot_s=0.0125), PriorityClass.DEFAULT: Targets(tpot_s=0.0145)}
     made = driver(64, TokenTarget(math.inf, lambda: COST), Harvest(targets=classes), max_batch_tokens=64)
     for _ in range(6):
@@ -86,7 +88,7 @@ def test_a_target_limits_nothing_after_its_request_has_ended() -> None:
     assert not scheduler.has_limit
 
 
-def test_one_runs_however_low_the_target_is() -> None:
+def test_one_sequence_runs_however_low_the_target_is() -> None:
     made = driver(64, TokenTarget(1e-9, lambda: COST))
     for _ in range(3):
         made.submit(prompt(3), greedy(2))
@@ -96,7 +98,7 @@ def test_one_runs_however_low_the_target_is() -> None:
     made.assert_empty()
 
 
-def test_nobody_who_runs_gives_way_when_tokens_have_become_slow() -> None:
+def test_running_sequences_are_not_preempted_when_tokens_become_slow() -> None:
     costs = [COST]
     made = driver(64, TokenTarget(0.0135, lambda: costs[-1]))
     for number in range(4):

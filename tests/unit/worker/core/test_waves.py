@@ -1,5 +1,5 @@
-"""Which victim gets blocks in which wave, with stages that are mere counts: every victim gets its KV or is recomputed,
-and no stage ever holds more blocks than it has.
+"""Which victim gets blocks in which wave. Stages are represented by block counts only. Every victim must get its KV or
+be recomputed, and no stage may ever hold more blocks than it has.
 """
 
 import random
@@ -25,7 +25,7 @@ def ids(victims: tuple[Victim, ...]) -> list[int]:
     return [victim.sequence_id for victim in victims]
 
 
-def test_where_there_is_room_for_all_there_is_one_wave() -> None:
+def test_there_is_one_wave_if_all_victims_fit() -> None:
     waves = Waves((A, B), [standing(1, A, 6), standing(2, B, 4)])
     assert waves.first({A: 10, B: 10}, 20) == Wave((Victim(1, 95, A), Victim(2, 63, B)), (), True)
     assert waves.lent_blocks({A: 10, B: 10}) == (10, 0)
@@ -45,7 +45,7 @@ def test_two_full_workers_exchange_as_much_as_there_is_to_spare() -> None:
     assert waves.lent_blocks(counts) == (81, 0)
 
 
-def test_who_does_not_fit_in_the_end_is_of_the_lowest_class_the_latest() -> None:
+def test_the_latest_victims_of_the_lowest_class_are_recomputed() -> None:
     waves = Waves(
         (A, B),
         [
@@ -69,7 +69,7 @@ def test_without_anything_to_spare_the_last_in_line_gives_up_its_kv() -> None:
     assert (ids(third.admitted), ids(third.lost), third.last) == ([1], [2], True)
 
 
-def test_who_has_ended_meanwhile_is_dropped() -> None:
+def test_victims_that_have_ended_are_dropped() -> None:
     waves = Waves((A, B), [standing(1, A, 4), standing(2, B, 4), standing(3, B, 4)])
     assert ids(waves.first({A: 8, B: 9}, 16).admitted) == [2]
     wave = waves.next({A: 8, B: 9}, reserved_blocks=4, gone={1})
@@ -85,7 +85,7 @@ def test_more_held_than_there_is_shows() -> None:
 
 
 class Stages:
-    """Stages that give up `share` layers for each one kept: the KV that one wave sends makes room in the next."""
+    """Stages that drop `share` layers for each one that they hold on to: KV sent in one wave makes room in the next."""
 
     def __init__(self, rng: random.Random) -> None:
         self.names = (A, B, C)[: rng.choice([2, 3])]
@@ -104,14 +104,14 @@ class Stages:
                     standing(number, home, blocks, rank=rng.randrange(3), arrival_s=float(rng.randrange(5)))
                 )
         self.before = before
-        self.share = len(self.names) - 1  # layers given up for each one kept
+        self.share = len(self.names) - 1  # layers dropped for each one that stays
 
     @property
     def in_the_end(self) -> int:
         return self.before + self.more + self.share * self.before
 
     def send(self, wave: Wave, homes: Mapping[int, MovedSequence]) -> None:
-        """Adds the blocks that are free once the wave's KV has been sent or given up."""
+        """Adds the blocks that become free once the wave's KV has been sent or discarded."""
         for victim in (*wave.admitted, *wave.lost):
             self.counts[homes[victim.sequence_id].victim.old_leader] += (
                 self.share * homes[victim.sequence_id].held_blocks
@@ -146,5 +146,5 @@ def test_everybody_gets_room_or_starts_over_and_nothing_is_promised_twice(seed: 
     assert sorted(admitted + lost) == sorted(homes)
     assert rounds <= len(homes)
     largest = max(s.need_blocks for s in stages.sequences)
-    if stages.more >= 2 * (largest + 1):  # room for the largest at any time, whatever remains between waves
+    if stages.more >= 2 * (largest + 1):  # room for the largest one between any waves
         assert not lost

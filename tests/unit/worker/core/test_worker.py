@@ -34,7 +34,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     assert ending(made, key) == w.Ending(key.handle, FinishReason.LENGTH)
 
 
-def test_what_a_first_batch_says_about_a_sequence_is_said_once() -> None:
+def test_a_sequence_is_described_only_in_its_first_batch() -> None:
     made = driver()
     made.submit(prompt(3), greedy(2))
     first, second = made.step(), made.step()
@@ -51,7 +51,7 @@ def test_what_a_first_batch_says_about_a_sequence_is_said_once() -> None:
     assert (third.batch.added, third.batch.removed) == ((), (2,))
 
 
-def test_when_nothing_follows_the_engine_is_told_at_once_what_to_forget() -> None:
+def test_removals_are_sent_at_once_if_no_batch_follows() -> None:
     made = driver()
     made.submit(prompt(3), greedy(1))
     made.want_batch()
@@ -110,7 +110,7 @@ def test_admission_asks_for_the_whole_prompt_not_for_its_first_chunk() -> None:
     assert (load.used_block_count, load.waiting_block_count, load.waiting_count) == (8, 4, 1)
 
 
-def test_nobody_overtakes_the_head_of_the_line() -> None:
+def test_no_request_overtakes_the_head_of_the_queue() -> None:
     made = driver(block_count=10, block_tokens=4)
     made.submit(prompt(30), greedy(3))
     made.submit(prompt(12), greedy(2))
@@ -184,7 +184,7 @@ def test_a_dispatcher_is_told_once_that_a_request_waits_again_and_once_that_it_r
     assert told == [((young.handle,), ()), ((), (young.handle,))]
 
 
-def test_what_ends_while_it_waits_again_is_not_told_to_run() -> None:
+def test_a_preempted_request_that_ends_is_not_reported_as_resumed() -> None:
     made = driver(block_count=6, block_tokens=4, max_batch_tokens=16)
     made.submit(prompt(6), greedy(14))
     young = made.submit(prompt(6, first=30), greedy(14))
@@ -207,7 +207,7 @@ def test_a_newcomer_that_waits_is_not_told_to_and_one_with_an_answer_is() -> Non
     assert not made.preempted
 
 
-def test_what_gives_way_to_less_memory_is_told_behind_its_tokens() -> None:
+def test_a_preemption_by_a_smaller_capacity_is_reported_after_its_tokens() -> None:
     made = driver(block_count=8, block_tokens=4, max_batch_tokens=32)
     keys = [made.submit(prompt(6, first=10 * i), greedy(9)) for i in range(3)]
     made.want_batch()
@@ -228,7 +228,7 @@ def test_an_interactive_request_never_gives_way_to_one_of_the_default_class() ->
     assert made.core.totals.preemptions >= 1
 
 
-def test_whoever_gave_way_does_not_take_the_room_of_the_same_step() -> None:
+def test_a_preempted_sequence_does_not_return_in_the_same_step() -> None:
     made = driver(block_count=4, block_tokens=4, max_batch_tokens=16)
     made.submit(prompt(7), greedy(9))
     made.submit(prompt(7, first=30), greedy(9))
@@ -245,7 +245,7 @@ def test_a_request_that_can_never_fit_is_turned_away_at_once() -> None:
     assert "16 tokens and the next one need 5 KV blocks of 4 tokens, this worker has 4" in ending(made, key).error
 
 
-def test_a_request_that_outgrows_the_whole_cache_ends_as_an_error_and_harms_nobody() -> None:
+def test_a_request_that_outgrows_the_cache_ends_with_an_error_and_affects_no_other() -> None:
     made = driver(block_count=4, block_tokens=4)
     big = made.submit(prompt(10), greedy(40))
     other = made.submit(prompt(3), greedy(4))
@@ -315,7 +315,7 @@ def test_a_preempted_request_is_not_turned_away_by_a_full_line() -> None:
         ((1,), SamplingParams(temperature=1.0), "sampling.seed"),
     ],
 )
-def test_a_bad_request_is_answered_with_what_is_wrong_and_where(
+def test_a_bad_request_is_refused_with_field_and_reason(
     token_ids: tuple[int, ...], sampling: SamplingParams, why: str
 ) -> None:
     made = driver()
@@ -335,7 +335,7 @@ def test_the_engine_always_gets_a_seed() -> None:
     assert [new.sampling.seed for new in execute.batch.added] == [0, -4]
 
 
-def test_text_is_asked_for_only_where_somebody_needs_it() -> None:
+def test_text_is_requested_only_if_needed() -> None:
     made = driver()
     made.submit(prompt(3), greedy(1), wants_text=False)
     made.submit(prompt(3), greedy(1, stop=("x",)), wants_text=False)

@@ -30,7 +30,7 @@ def test_a_step_begins_when_its_message_would_have_come(monkeypatch: pytest.Monk
     assert now_s[0] == pytest.approx(100.20)
 
 
-def test_what_is_very_late_is_lost_and_a_pause_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_delays_are_lost_time_and_pauses_are_not_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = machine(monkeypatch, late_s=0.05)
     clock = GpuClock()
     clock.run(0.1, now_s[0], None)
@@ -42,7 +42,9 @@ def test_what_is_very_late_is_lost_and_a_pause_is_not_late(monkeypatch: pytest.M
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, late_s: float) -> list[float]:
-    """Replaces time by a clock on which every sleep takes `late_s` too long. Returns a list with the current time."""
+    """Replaces time with a clock on which every sleep takes `late_s` too long. Returns a list that holds the current
+    time.
+    """
     now_s = [100.0]
 
     def sleep(seconds: float) -> None:

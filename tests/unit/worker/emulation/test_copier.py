@@ -11,7 +11,7 @@ from tests.unit.worker.emulation.machines import small_engine
 _LAYERS = range(4)
 
 
-def test_a_sequence_goes_on_from_what_came_back() -> None:
+def test_a_sequence_continues_from_its_returned_blocks() -> None:
     engine = small_engine()
     copier = EmulatedCopier(engine.memory, 8, 1e12)
     tokens = tuple(range(1, 10))

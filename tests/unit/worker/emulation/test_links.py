@@ -119,7 +119,7 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
 
 
 async def test_a_short_message_does_not_overtake_a_long_one() -> None:
-    """Each short message is sent while a long one is almost through, and would itself not have to wait."""
+    """Each short message is sent while a long one is almost through, and would not have to wait by itself."""
     async with pair(bytes_per_s=1e7) as both:
         a, _ = await both.connect()
         for topic in range(200):
@@ -183,7 +183,7 @@ async def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
             await asyncio.wrap_future(both.planes[1].warm("a", both.planes[0].store_address, 1, 1.0))
 
 
-async def test_a_broken_link_ends_what_is_under_way() -> None:
+async def test_a_broken_link_ends_its_transfers() -> None:
     async with pair(bytes_per_s=BLOCK_BYTES) as both:
         a, b = await both.connect()
         both.seen[1].pieces = blocks(4, 1)

@@ -1,4 +1,4 @@
-"""Marks that stand for memory contents."""
+"""Marks that represent memory contents."""
 
 import sys
 
@@ -27,7 +27,7 @@ def test_cells_far_behind_take_no_memory_for_those_in_front() -> None:
     assert sys.getsizeof(area._low) + sys.getsizeof(area._high) < 4096
 
 
-def test_what_is_unmapped_is_gone_and_nothing_else() -> None:
+def test_only_unmapped_contents_are_lost() -> None:
     backend = PhantomBackend(CELL)
     backend.create(4 * CELL, 8)
     address = backend.reserve(64 * CELL)

@@ -1,4 +1,4 @@
-"""The emulated runner returns right tokens if memory holds what it should, and wrong ones otherwise."""
+"""The emulated runner returns correct tokens only if memory has the correct contents."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_kv_of_one_layer_that_never_came(engine: EmulatedEngine, layer: int) -> 
     assert engine.runner.wrong_total == 3
 
 
-def test_a_block_that_somebody_else_writes_into(engine: EmulatedEngine) -> None:
+def test_a_block_overwritten_by_another_sequence(engine: EmulatedEngine) -> None:
     step(engine, 1, 0, PROMPT, added=True)
     other = NewSequence(2, PROMPT[::-1], (), SamplingParams(seed=1))
     engine.step(Batch(2, (), (other,), (Slice(2, 0, PROMPT[::-1], True),)), [(1, 3, TABLE[2])])
@@ -100,7 +100,7 @@ def test_a_layer_with_other_parameters(engine: EmulatedEngine) -> None:
     assert step(engine, 2, 0, PROMPT, added=True) == ANSWER[0]
 
 
-def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
+def test_the_contents_of_dropped_layers_are_gone(engine: EmulatedEngine) -> None:
     step(engine, 1, 0, PROMPT, added=True)
     before = engine.block_count
     after = engine.memory.drop_layers([2, 3])
@@ -114,7 +114,9 @@ def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
 
 
 def test_two_groups_at_a_time_have_marks_of_their_own(engine: EmulatedEngine) -> None:
-    """The old group's KV stays intact while the new group writes into blocks of its own, and can be removed alone."""
+    """The old group's KV stays intact while the new group writes into blocks of its own, and can be removed
+    separately.
+    """
     memory = engine.memory
     memory.drop_layers([2, 3])
     memory.release_retired()
@@ -189,8 +191,8 @@ def test_a_preempted_step_can_be_run_once_more(engine: EmulatedEngine) -> None:
     assert decode(engine, 6) == ANSWER[1:7]
 
 
-def test_a_stage_runs_once_more_what_was_preempted_behind_it(engine: EmulatedEngine) -> None:
-    """The recomputed token is in a block that also holds correct tokens."""
+def test_a_stage_repeats_a_step_that_was_preempted_on_a_later_stage(engine: EmulatedEngine) -> None:
+    """The recomputed token is in a block that also holds correct tokens of other steps."""
     later, hidden = small_engine(), None
     for number, (first, tokens, times) in enumerate([(0, PROMPT, 1), (10, ANSWER[:1], 3), (11, ANSWER[1:2], 2)]):
         batch = offline(number, first, tuple(tokens), added=not first)

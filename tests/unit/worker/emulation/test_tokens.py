@@ -15,7 +15,7 @@ def test_an_answer_goes_on_where_it_was_interrupted() -> None:
     assert answer([*prompt, *whole[:7]], 13, 1000) == whole[7:]
 
 
-def test_a_lost_and_a_repeated_token_change_what_follows() -> None:
+def test_a_lost_or_repeated_token_changes_later_tokens() -> None:
     prompt = [3, 1, 4, 1, 5]
     whole = answer(prompt, 20, 1000)
     assert answer([*prompt, *whole[:6]], 13, 1000) != whole[7:]

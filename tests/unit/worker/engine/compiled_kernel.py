@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-SHARED_LIMIT_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # by capability, for one program
+SHARED_LIMIT_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # by capability: limit for one program
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 

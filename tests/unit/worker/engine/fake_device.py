@@ -1,8 +1,8 @@
-"""Runs stages on a device that does not exist, on which mixing devices is an error. To be run as a program of its own,
-since it adds a device to torch for the rest of the process.
+"""Runs stages on a fictitious device, on which mixing devices is an error. Run it as a separate program, because it
+adds a device to torch for the rest of the process.
 
-Nothing is computed (`FakeTensorMode`): tensors have shapes, types and devices. The device is not a CUDA device, as a
-build of torch without CUDA refuses to slice tensors on one.
+Nothing is computed (`FakeTensorMode`): tensors have shapes, types and devices. The device is not a CUDA device, because
+a build of torch without CUDA refuses to slice tensors on one.
 """
 
 import importlib
@@ -158,7 +158,7 @@ class FakeFusedKernels:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that torch launches on the device: all but views and allocations."""
+    """Counts the operations that torch launches on the device: all except views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def launch_now(launch: Callable[[], None]) -> Callable[[], None]:
 
 
 def pretend_values() -> None:
-    """Makes values that are read back from the device zeros, and conditions on them true."""
+    """Values that are read back from the device are zeros, and conditions on them are true."""
 
     def zeros(tensor: torch.Tensor) -> Any:
         def of(shape: Sequence[int]) -> Any:
@@ -274,7 +274,7 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         out = replaying.run_stage(batch, tables, hidden, first_layer=first, last_layer=last)
         assert isinstance(out, StepResult) or (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
         replaying.forget_all()
-    for launching in (runner, replaying):  # a token that is not chosen yet is read on the device
+    for launching in (runner, replaying):  # a token that is not sampled yet is read on the device
         new = NewSequence(1, (5, 6), (), SamplingParams(temperature=0.0))
         launching.launch(Batch(1, (), (new,), (Slice(1, 0, (5, 6), True),)), [(0,)])
         ahead = launching.launch(Batch(2, (), (), (Slice(1, 2, (IN_FLIGHT,), True),)), [(0,)])

@@ -1,5 +1,5 @@
-"""FlashInfer's wrappers for the CPU, with the signatures of 0.7.2 and attention as its documentation defines it,
-computed only from the arguments of `plan` and `run`.
+"""FlashInfer's wrappers for the CPU. They have the signatures of 0.7.2, and compute attention as its documentation
+defines it, only from the arguments of `plan` and `run`.
 """
 
 import inspect
@@ -59,7 +59,7 @@ def printed(function: Any) -> str:
 
 
 def bound(wrapper: str, method: str, *given: Any, **named: Any) -> dict[str, Any]:
-    """The arguments by parameter name, defaults included. TypeError: FlashInfer would not accept the call."""
+    """The arguments by parameter name, defaults included. Raises TypeError if FlashInfer would not accept the call."""
     signature = inspect.signature(eval(f"lambda {SIGNATURES[wrapper, method][1:-1]}: None"))
     call = signature.bind(None, *given, **named)
     call.apply_defaults()

@@ -1,4 +1,4 @@
-"""Compares the interpreted kernels with torch on the CPU. A program, to be started with TRITON_INTERPRET=1."""
+"""Compares the interpreted kernels with torch on the CPU. Run it as a program with TRITON_INTERPRET=1."""
 
 import itertools
 import os

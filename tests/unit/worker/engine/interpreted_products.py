@@ -1,4 +1,4 @@
-"""Checks the interpreted matrix product with fixed tiles. A program, to be started with TRITON_INTERPRET=1."""
+"""Checks the interpreted matrix product with fixed tiles. Run it as a program with TRITON_INTERPRET=1."""
 
 import itertools
 import os
@@ -14,18 +14,18 @@ ROWS, ALONE = (3, 64, 65), (0, 1, 2, 17, 63, 64)
 
 
 def multiply_rows(a: np.ndarray, b: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    """Replaces `numpy.matmul`, whose BLAS on some processors rounds a row depending on its position in the matrix. A
-    tensor core does not.
+    """Replaces `numpy.matmul`, whose BLAS on some processors rounds a row depending on its position in the matrix,
+    which a tensor core does not do.
     """
     return np.stack([np.einsum("k,kn->n", row, b, dtype=dtype) for row in a])
 
 
 def compare(outputs: int, size: int, dtype: torch.dtype) -> None:
-    """Every row gives the same bits alone and among others, at any position."""
+    """Every row has the same bits alone and among others, at any position."""
     torch.manual_seed(0)
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     multiply = products.InvariantProducts()
-    x = torch.randn(max(ROWS), size + 2).to(dtype)[:, :size]  # rows have a stride
+    x = torch.randn(max(ROWS), size + 2).to(dtype)[:, :size]  # rows are strided
     weight, bias = torch.randn(outputs, size).to(dtype), torch.randn(outputs).to(dtype)
     expected = x.double() @ weight.double().t() + bias.double()
     alone = {at: multiply(x[at : at + 1], weight, bias, x.new_empty(0))[0] for at in ALONE}

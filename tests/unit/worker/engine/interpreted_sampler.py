@@ -1,4 +1,4 @@
-"""Compares the GPU's sampler with torch's on the CPU. A program, to be started with TRITON_INTERPRET=1."""
+"""Compares the GPU's sampler with torch's on the CPU. Run it as a program with TRITON_INTERPRET=1."""
 
 import math
 import os
@@ -62,7 +62,7 @@ def logits_of(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
 
 
 def compare(rows: int, vocabulary: int, seed: int, *, steps: int, device: torch.device = CPU) -> int:
-    """Number of tokens that differ. Log-probabilities must be equal up to rounding."""
+    """The number of differing tokens. Also checks that log-probabilities are equal up to rounding."""
     cpu, gpu = Sampler(vocabulary, [2], CPU), GpuSampler(vocabulary, [2], device)
     added, differing = requests(rows, vocabulary, seed), 0
     for new in added:
@@ -121,7 +121,7 @@ def require_grammars(device: torch.device = CPU) -> None:
 
 
 def require_the_best_put_aside(device: torch.device = CPU) -> None:
-    """The best candidates are put aside, although nearly all other logits are equal and too many to be put aside."""
+    """The best candidates must be collected even if nearly all other logits are equal and too many to collect."""
     gpu, logits_RV = GpuSampler(600, [2], device), torch.zeros(1, 600)
     logits_RV[0, 40:70] = torch.arange(1.0, 31.0)
     gpu.add(NewSequence(0, (1,), (), SamplingParams(seed=1, top_k=5, top_p=0.9)))
@@ -131,7 +131,7 @@ def require_the_best_put_aside(device: torch.device = CPU) -> None:
 
 
 def main() -> None:
-    # Small programs are interpreted fast. With little room, many rows need a pass over the whole vocabulary.
+    # Small programs are interpreted faster. With few candidates, many rows need a pass over the whole vocabulary.
     sampler_gpu._ADJUSTED, sampler_gpu._TILE = 512, 256
     assert compare(16, 600, 1, steps=2) == 0
     sampler_gpu._LEAST, sampler_gpu._ROOM = 16, 32

@@ -1,6 +1,6 @@
-"""Generates with recorded steps before, during and after a drop, and compares with an engine that records nothing. A
-program, to be started with TRITON_INTERPRET=1: kernels are interpreted on the CPU in memory that is really unmapped and
-mapped again, so that a read of unmapped memory ends this process.
+"""Generates with recorded steps before, during and after a drop, and compares with an engine that records nothing. Run
+it as a program with TRITON_INTERPRET=1. Kernels are interpreted on the CPU, in memory that is really unmapped and
+mapped again, so a read of unmapped memory ends this process.
 """
 
 import os
@@ -29,7 +29,7 @@ DROPPED = (1,)
 
 
 class Watched(TorchDispatchMode):
-    """Collects the addresses of tensors that are used and were allocated before."""
+    """Collects the addresses of the tensors that are used and were allocated earlier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Watched(TorchDispatchMode):
 
 
 class Record:
-    """Replays by running again, and asserts that this uses the memory that was recorded and no other."""
+    """Replays a recording by running it again, and asserts that this uses exactly the recorded memory."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -100,7 +100,7 @@ class SeenKernels:
 
 
 def as_on_a_gpu(record: Record) -> None:
-    """From now on, engines on the CPU use a GPU's kernels and record with `record`."""
+    """Makes engines on the CPU use a GPU's kernels, and record with `record`."""
 
     def attention(
         device: torch.device, config: Any, dtype: torch.dtype, kv_dtype: torch.dtype, name: str
@@ -147,7 +147,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 
 def tokens_ahead(engine: Engine) -> list[list[int]]:
-    """The same tokens, but each step is launched before the previous one's tokens are known."""
+    """Generates the same tokens, but launches each step before the previous step's tokens are known."""
     made, pool = jobs(), BlockPool(engine.block_count, engine.block_tokens)
     added = tuple(NewSequence(job.sequence_id, job.prompt, (), GREEDY) for job in made)
     tables = [pool.take(len(job.prompt) + job.count) for job in made]
@@ -204,7 +204,7 @@ def main() -> None:
             assert replayed > 0
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
-            for _ in range(2):  # recorded, then replayed, with KV in memory that belonged to the dropped parameters
+            for _ in range(2):  # first recorded, then replayed, with KV in memory of the dropped parameters
                 assert torch.equal(hidden_of(engine, engine.block_count - 3), expected_TD)
             assert (record.recorded, record.replayed) == (4, replayed + 1)
             engine.memory.make_room_for_layers(DROPPED, block_count=blocks)

@@ -1,7 +1,7 @@
-"""Two ranks, each a process, record steps and replay them in lockstep before, during and after a drop: their tokens
-equal those of one rank that records nothing. To be imported with TRITON_INTERPRET=1; see `replayed_graphs`.
+"""Two ranks, each a process, record steps and replay them in lockstep before, during and after a drop. Their tokens
+must equal those of one rank that records nothing. Import this module with TRITON_INTERPRET=1; see `replayed_graphs`.
 
-Each rank logs to a file what it records and replays. The sum over ranks is watched like all launches of a recording.
+Each rank logs its recordings and replays to a file. The sum over ranks is watched like all launches of a recording.
 """
 
 import functools
@@ -49,7 +49,7 @@ class WrittenDown(Record):
         assert self.sums == before + SUMS * len(layers), "the recording must contain the sum over ranks"
 
         def replay_in_lockstep() -> None:
-            self._write("replays", where, rows)  # before the sums: after them, every rank has logged it
+            self._write("replays", where, rows)  # logged before the sums, so that after them every rank has logged it
             replay()
 
         return replay_in_lockstep
@@ -86,7 +86,7 @@ def share(folder: Path, *, written: Path, device: str, peers: Peers) -> Engine:
 
 
 def last_stage_of(engine: Engine, hidden_TD: torch.Tensor) -> tuple[int, ...]:
-    """Tokens of the last stage for hidden states that only the first rank was given."""
+    """Tokens of the last stage for hidden states that only the first rank received."""
     batch, tables = decodes(engine, 0)
     out = engine.runner.run_stage(batch, tables, hidden_TD.clone(), first_layer=DROPPED[0], last_layer=LAYERS)
     assert isinstance(out, StepResult)
@@ -106,7 +106,7 @@ def main() -> None:
             expected_ids = last_stage_of(engine, expected_TD)
 
         def lines(word: str) -> list[str]:
-            """Lines of the log that start with `word`; all ranks must have the same log."""
+            """The lines of the log that start with `word`. All ranks must have logged the same."""
             first, *others = [(written / str(rank)).read_text().splitlines() for rank in range(RANKS)]
             assert others == [first] * len(others)
             return [line for line in first if line.startswith(word)]

@@ -1,4 +1,4 @@
-"""CPU attention against its definition, on caches that also hold other sequences' KV."""
+"""Compares CPU attention with its definition, on caches that also hold other sequences' KV."""
 
 import random
 
@@ -98,7 +98,7 @@ class World:
         [(length, 1) for length in range(1, 40)],
     ],
 )
-def test_attention_is_what_it_is_defined_as(shares: list[tuple[int, int]], kernels: str) -> None:
+def test_attention_equals_its_definition(shares: list[tuple[int, int]], kernels: str) -> None:
     World(shares).check(kernels)
 
 
@@ -141,7 +141,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
     dtype=st.sampled_from(DTYPES),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_others_left_in_the_cache_changes_nothing(
+def test_other_sequences_kv_in_the_cache_changes_nothing(
     kernels: str, shares: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     """One of two caches has NaN in every slot that no sequence owns."""
@@ -162,9 +162,9 @@ def test_what_others_left_in_the_cache_changes_nothing(
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_cache_in_float8_is_attended_to_as_what_it_holds(kernels: str, dtype: torch.dtype) -> None:
-    """A float8 cache gives the same bits as its values in the model's dtype. The step's keys and values are rounded,
-    too.
+def test_attention_to_a_float8_cache_uses_its_exact_values(kernels: str, dtype: torch.dtype) -> None:
+    """A float8 cache gives the same bits as a cache that holds its values in the model's dtype. The step's own keys and
+    values are rounded, too.
     """
     world = World([(7, 1), (0, 12), (2, 1), (9, 6), (40, 1), (3, 1)])
     rows = world.packed.row_count

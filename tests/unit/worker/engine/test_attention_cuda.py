@@ -1,4 +1,4 @@
-"""The CUDA backend: its errors without a device, and on a device its equality with the CPU."""
+"""The CUDA backend: its errors without a device, and its agreement with the CPU on a device."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -84,7 +84,7 @@ class Case:
 
 
 @cases
-def test_what_flashinfer_is_told_gives_what_the_cpu_gives(
+def test_the_arguments_for_flashinfer_give_the_cpus_results(
     shares: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_tokens: int
 ) -> None:
     double = FlashInferAttention(*heads, dtype, CPU, FakeFlashInfer())
@@ -93,7 +93,7 @@ def test_what_flashinfer_is_told_gives_what_the_cpu_gives(
 
 @pytest.mark.gpu
 @cases
-def test_on_a_gpu_it_gives_what_the_cpu_gives(
+def test_on_a_gpu_flashinfer_equals_the_cpu(
     shares: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_tokens: int
 ) -> None:
     pytest.importorskip("flashinfer")
@@ -198,7 +198,7 @@ def test_an_engine_says_the_same_with_flashinfer_and_nothing_is_recorded(
         (torch.float16, 80, "attention_backend: flashinfer takes heads of 64, 128 or 256 .* have 80; use triton"),
     ],
 )
-def test_what_it_does_not_compute_is_refused(dtype: torch.dtype, head_dim: int, said: str) -> None:
+def test_unsupported_models_are_refused(dtype: torch.dtype, head_dim: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FlashInferAttention(4, 2, head_dim, dtype, CPU, FakeFlashInfer())
 

@@ -1,4 +1,4 @@
-"""Steps that are recorded as graphs, and replayed before and after drops and restores."""
+"""Steps are recorded as graphs, and replayed before and after drops and restores."""
 
 import functools
 import os
@@ -36,7 +36,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.rotating
-def test_replays_use_what_was_recorded_and_a_drop_records_its_layers_alone() -> None:
+def test_replays_use_recorded_memory_and_a_drop_records_only_its_layers() -> None:
     """Runs in its own process, since Triton decides on import whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.replayed_graphs"]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"TRITON_INTERPRET": "1"})
@@ -55,7 +55,7 @@ def attention(
     return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
 
 
-def test_a_device_that_does_not_record_is_told_with_what_to_set(
+def test_a_device_that_cannot_record_is_reported_with_a_remedy(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(launch: Callable[[], None]) -> Callable[[], None]:
@@ -98,10 +98,10 @@ def refusing_share(
 
 
 @pytest.mark.parametrize(("refusing", "once_aborted"), [(0, RankLost), (2, RankLost), (2, RuntimeError)])
-def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
+def test_a_rank_that_cannot_record_is_reported_at_once_and_no_rank_waits(
     refusing: int, once_aborted: type[Exception], tmp_path: Path
 ) -> None:
-    """The first rank may be aborted while it records a sum, and take the abort for the reason."""
+    """The first rank may be aborted while it records a sum, and must not report the abort as the reason."""
     model_dir = make_tiny(
         "llama", tmp_path / "model", layers=1, heads=6, kv_heads=3, hidden=96, intermediate=192, max_len=64
     )
@@ -126,7 +126,7 @@ def test_a_sum_that_cannot_be_recorded_is_no_lost_rank(monkeypatch: pytest.Monke
             group.sum(torch.zeros(1))
 
 
-def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
+def test_results_of_an_aborted_sum_are_discarded(model_dir: Path) -> None:
     """On a GPU, an aborted sum ends without an error, whether launched or replayed."""
 
     class Summing:
@@ -139,7 +139,7 @@ def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
             return cast(Any, SimpleNamespace(wait=lambda: None))
 
         def abort(self) -> None:
-            """Lets work that waits on the device complete."""
+            """Lets the work that waits on the device complete."""
 
     class Silent:
         def tell(self, message: object) -> None:

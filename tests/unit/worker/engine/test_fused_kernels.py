@@ -36,5 +36,5 @@ def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_on_the_device_they_give_what_torch_gives(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_on_the_device_fused_kernels_equal_torch(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     compare_operations(model(heads, kv_heads, head_dim), dtype, torch.device("cuda"))

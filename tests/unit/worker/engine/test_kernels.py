@@ -1,4 +1,4 @@
-"""What keeps oneDNN from compiling its products anew for every batch size."""
+"""Batches are padded, so that oneDNN does not compile its products anew for every batch size."""
 
 import random
 from pathlib import Path
@@ -21,14 +21,14 @@ def test_padding_costs_a_sixteenth_and_leaves_few_sizes() -> None:
     assert len({padded[rows] for rows in range(257, 513)}) == 16
 
 
-def test_what_the_operator_has_set_stays() -> None:
+def test_values_set_by_the_operator_stay() -> None:
     environ = {"DNNL_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "9"}
     bound_kernel_caches(environ)
     assert environ == {"DNNL_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "9"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_no_row_depends_on_what_is_behind_it(model_dir: Path, dtype: str) -> None:
+def test_no_row_depends_on_later_rows(model_dir: Path, dtype: str) -> None:
     """A padded batch gives the same rows as an unpadded one that ends with tokens of another sequence."""
     with load_engine(model_dir, dtype=dtype, device_memory_bytes=16 << 20) as engine:
         rng = random.Random(2)

@@ -1,5 +1,5 @@
-"""KV in float8: as accurate as its 3 mantissa bits allow, in half the memory of bfloat16, and never mixed with other
-KV.
+"""KV in float8: it is as accurate as its 3 mantissa bits allow, takes half the memory of bfloat16, and is never mixed
+with other KV.
 """
 
 import json
@@ -70,7 +70,7 @@ def test_models_of_transformers_have_it_too(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_chunks_of_a_prompt_change_nothing(kernels: str, tiny: Path) -> None:
-    """A token attends to the rounded KV of its own chunk, as if that had been computed in an earlier one."""
+    """A token attends to the rounded KV of its own chunk, just as to the KV of earlier chunks."""
     with load(tiny, kernels=kernels, dtype="float64") as engine:
         whole = logits(engine)
         for sizes in ((1,) * 60, (20, 40), (7, 1, 52)):
@@ -87,7 +87,7 @@ def test_twice_as_many_tokens_fit_as_in_bfloat16(tiny: Path) -> None:
         assert "kv_cache_dtype" in narrow.info.differences(wide.info)  # so that they never form a group
 
 
-def test_ranks_together_say_what_one_alone_says(tiny: Path) -> None:
+def test_ranks_generate_the_tokens_of_one(tiny: Path) -> None:
     def answers(engine: Engine) -> list[list[int]]:
         jobs = [Job(i, tuple(range(5 + i, 9 + 7 * i)), 12) for i in range(4)]
         with engine:
@@ -110,9 +110,7 @@ def test_ranks_together_say_what_one_alone_says(tiny: Path) -> None:
         ({"device": "cuda", "attention_backend": "flashinfer"}, "FlashInfer has not been tried with it"),
     ],
 )
-def test_what_is_not_supported_is_refused_before_anything_is_loaded(
-    options: dict[str, str], why: str, tiny: Path
-) -> None:
+def test_unsupported_settings_are_refused_before_loading(options: dict[str, str], why: str, tiny: Path) -> None:
     given = {"model_impl": "auto", "dtype": "auto", "device": "cpu", "kernels": "torch", "kv_cache_dtype": FP8}
     with pytest.raises(ConfigError, match=why):
         choose_model(tiny, **(given | options))  # pyright: ignore[reportArgumentType]

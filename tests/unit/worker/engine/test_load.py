@@ -62,7 +62,7 @@ def test_facts_and_memory(model_dir: Path) -> None:
         assert engine.block_count * 8 * info.kv_bytes_per_token <= report.kv_bytes
 
 
-def test_a_revision_is_of_the_weights_and_of_what_makes_tokens(model_dir: Path, tmp_path: Path) -> None:
+def test_a_revision_covers_weights_and_configuration(model_dir: Path, tmp_path: Path) -> None:
     revision = revision_of(model_dir)
     copy = Path(shutil.copytree(model_dir, tmp_path / "copy"))
     said = json.loads((copy / "config.json").read_text())
@@ -75,7 +75,7 @@ def test_a_revision_is_of_the_weights_and_of_what_makes_tokens(model_dir: Path, 
     assert revision_of(copy) != revision
 
 
-def test_what_is_told_of_the_model_does_not_depend_on_the_memory(model_dir: Path) -> None:
+def test_reported_facts_do_not_depend_on_the_memory(model_dir: Path) -> None:
     with load(model_dir) as engine, load(model_dir, device_memory_bytes=8 * MEMORY_BYTES + 4096) as large:
         assert engine.info == large.info
         assert engine.memory_report().extent_bytes == engine.memory.pool.extent_bytes
@@ -99,7 +99,7 @@ def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> 
 
 
 def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads as for a GPU, but without pinned memory."""
+    """The readers work as for a GPU, but without pinned memory."""
     slots: list[str] = []
     monkeypatch.setattr(checkpoint, "_BAND_ELEMENTS", 1 << 10)
 
@@ -233,7 +233,7 @@ def test_options_that_cannot_be_had_are_named(model_dir: Path, options: dict[str
     assert message in refused(model_dir, **options)
 
 
-def test_float16_computes_what_float32_does(model_dir: Path) -> None:
+def test_float16_agrees_with_float32(model_dir: Path) -> None:
     prompt = tuple(range(3, 43))
     logits: list[torch.Tensor] = []
     for dtype in ("float32", "float16"):

@@ -1,4 +1,4 @@
-"""Adapter folders: which adapters are served, and which are refused by name."""
+"""Which adapter folders are served, and which are refused with a reason."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def read(folder: Path, model_dir: Path) -> Any:
     return read_adapters({"one": folder}, own_linears(read_model_config(model_dir)))[0]
 
 
-def test_what_a_folder_holds(model_dir: Path, tmp_path: Path) -> None:
+def test_the_contents_of_a_folder_are_read(model_dir: Path, tmp_path: Path) -> None:
     adapter = read(
         write_adapter(tmp_path / "a", model_dir, rank=4, alpha=6, targets=("q_proj", "down_proj")), model_dir
     )
@@ -56,15 +56,13 @@ def test_what_a_folder_holds(model_dir: Path, tmp_path: Path) -> None:
         ({"lora_alpha": None}, "lora_alpha: must be a number"),
     ],
 )
-def test_what_would_change_the_tokens_is_refused_by_name(
-    told: dict[str, Any], why: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_unsupported_keys_are_refused_by_name(told: dict[str, Any], why: str, model_dir: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", model_dir, **told)
     with pytest.raises(ConfigError, match=why):
         read(folder, model_dir)
 
 
-def test_what_says_nothing_is_passed_over(model_dir: Path, tmp_path: Path) -> None:
+def test_keys_without_effect_are_ignored(model_dir: Path, tmp_path: Path) -> None:
     said: dict[str, Any] = {
         "lora_dropout": 0.1,
         "base_model_name_or_path": "x/y",

@@ -118,7 +118,7 @@ def test_both_spellings_of_rope_are_read_and_give_the_frequencies_of_transformer
         ({"eos_token_id": "x"}, "eos_token_id: must be a token id"),
     ],
 )
-def test_what_cannot_be_served_is_refused(model_dir: Path, edit: Edit, values: dict[str, object], message: str) -> None:
+def test_unsupported_configs_are_refused(model_dir: Path, edit: Edit, values: dict[str, object], message: str) -> None:
     (model_dir / "generation_config.json").unlink()
     with pytest.raises(ConfigError, match=message) as refused:
         read_model_config(edit(**values))

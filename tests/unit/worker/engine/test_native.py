@@ -1,4 +1,4 @@
-"""The compiled kernels against their definition, with every instruction set of this processor."""
+"""Compares the compiled kernels with their definition, for every instruction set of this processor."""
 
 from collections.abc import Iterator
 
@@ -49,12 +49,12 @@ def test_packing_in_bands_is_undone(kernels: Kernels, dtype: torch.dtype) -> Non
     assert torch.equal(kernels.unpack(bands, chosen, 22), matrix[chosen])
     panel, lane = 70 // 32, 70 % 32
     stored = bands[panel, :, lane] if dtype != torch.bfloat16 else bands[panel, :, lane].reshape(-1)
-    assert torch.equal(stored, matrix[70])  # workers rely on this layout: it is the same everywhere
+    assert torch.equal(stored, matrix[70])  # workers rely on this layout, which is the same on all processors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_is_what_it_is_defined_as(kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_linear_equals_its_definition(kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     rows, inputs, outputs = shape
     matrix, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)

@@ -1,4 +1,4 @@
-"""Block tables kept from earlier steps do not change a packed step: a new packer gives the same."""
+"""Block tables remembered from earlier steps do not change a packed step: a new packer gives the same result."""
 
 import random
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""The GPU's attention kernel without a GPU: compiled ahead of time for several, and interpreted."""
+"""The GPU's attention kernel without a GPU: compiled ahead of time for several GPUs, and interpreted."""
 
 import importlib
 import itertools
@@ -92,7 +92,8 @@ def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_di
             kernel = compiled(capability, torch.bfloat16, groups, head_dim, chunks=chunks)
             which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
             assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
-            # An A100 may spill a dozen bytes: its matrix units read operands from registers only.
+            # A dozen bytes may be spilled on an A100, which lacks an instruction that reads operands from shared
+            # memory.
             assert kernel.spilled_bytes <= (32 if capability == 80 else 0), which
             if capability == 90 and chunks:
                 assert "wgmma.mma_async" in kernel.ptx, which
@@ -162,7 +163,7 @@ def test_tiles_of_prompts_are_as_large_as_registers_allow(
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
-def test_what_joins_the_parts_of_a_context_fits_as_well(capability: int) -> None:
+def test_the_kernel_that_joins_parts_fits_as_well(capability: int) -> None:
     done = compiled_join(capability)
     assert (done.spilled_bytes, done.registers <= 128, done.shared_bytes <= 48 << 10) == (0, True, True)
 
@@ -192,7 +193,9 @@ def test_all_that_a_worker_compiles_before_it_is_ready_takes_less_than_20_s(capa
 
 
 def test_a_context_is_split_by_its_own_length() -> None:
-    """Independent of the rest of the batch. Every token is read once, and one long context can fill a whole GPU."""
+    """The split does not depend on the rest of the batch. Every token is read once, and one long context can fill a
+    whole GPU.
+    """
     contexts = [1, 3, 512, 513, 1024, 4000, 16_384, 16_385, 131_072]
     attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
     pool = BlockPool(20_000, BLOCK_TOKENS)

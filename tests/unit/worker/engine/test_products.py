@@ -26,7 +26,9 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outputs", "size"), [(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
-def test_it_fits_into_registers_and_shared_memory(capability: int, dtype: torch.dtype, outputs: int, size: int) -> None:
+def test_the_product_fits_into_registers_and_shared_memory(
+    capability: int, dtype: torch.dtype, outputs: int, size: int
+) -> None:
     kind = f"*{TYPES[dtype]}"
     given: dict[str, str] = dict.fromkeys(("out_ptr", "x_ptr", "weight_ptr", "bias_ptr"), kind)
     given |= dict.fromkeys(("rows", "out_row_stride", "x_row_stride", "weight_row_stride"), "i32")
@@ -78,7 +80,7 @@ def test_the_model_multiplies_by_it(model_dir: Path) -> None:
         ({"peers": Apart(0, 2)}, "sums over ranks"),
     ],
 )
-def test_it_is_refused_beside_what_depends_on_the_batch(
+def test_batch_invariance_is_refused_with_settings_that_depend_on_the_batch(
     model_dir: Path, given: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

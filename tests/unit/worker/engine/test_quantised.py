@@ -1,4 +1,4 @@
-"""Quantised checkpoints, apart from their tokens: memory, dtypes other than float32, and refusals."""
+"""Tests of quantised checkpoints other than their tokens: memory, dtypes other than float32, and refusals."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family("qwen3_moe:fp8", tmp_path_factory.mktemp("fp8"))
 
 
-def test_what_is_quantised_stays_so_in_memory_and_is_counted_as_it_is(fp8: Path, tmp_path: Path) -> None:
+def test_quantised_parameters_stay_quantised_in_memory_and_in_counts(fp8: Path, tmp_path: Path) -> None:
     with load_engine(fp8, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
         assert engine.implementation.quantised == "fp8"
         names = engine.memory.parameters.layer(0)

@@ -1,4 +1,6 @@
-"""The steps that a GPU runs before it serves, on the CPU: which ones, and how the memory they took is accounted for."""
+"""The steps that a GPU runs before it serves, tested on the CPU: which steps they are, and how their memory is
+accounted for.
+"""
 
 import weakref
 from pathlib import Path
@@ -60,7 +62,7 @@ def served_of(model_dir: Path) -> BallastModel:
     )
 
 
-def test_the_largest_steps_of_both_kinds_are_run_and_what_they_took_is_told(
+def test_the_largest_steps_of_both_kinds_are_run_and_their_memory_reported(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[Recorded] = []
@@ -79,7 +81,7 @@ def test_the_largest_steps_of_both_kinds_are_run_and_what_they_took_is_told(
     assert set(decodes.decode_contexts_S) == {LONGEST}  # the longest contexts, which are split
 
 
-def test_parameters_and_kv_get_what_the_largest_steps_leave_of_the_share() -> None:
+def test_parameters_and_kv_get_the_share_less_the_largest_steps() -> None:
     assert fitting_budget(Meter(), 0.9, BESIDE_BYTES) == (90 << 20) - BESIDE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Guarantees of a step beyond its greedy tokens, which tests/golden compares with the reference."""
+"""Guarantees of a step other than its greedy tokens, which tests/golden compares with the reference."""
 
 import random
 from pathlib import Path
@@ -140,7 +140,7 @@ def test_a_block_that_does_not_exist_is_a_bug_and_no_crash(model_dir: Path) -> N
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_blocks_of_the_other_window_are_as_good(model_dir: Path, kernels: str) -> None:
-    """As on a stage of two groups: the old group's KV stays in the first window while the new one uses the second."""
+    """As on a stage of two groups, the old group's KV stays in the first window while the new group uses the second."""
     with load_engine(model_dir, dtype="float32", device_memory_bytes=16 << 20, kernels=kernels) as engine:
         memory = engine.memory
         first, second, third = (sampled_jobs(8) for _ in range(3))

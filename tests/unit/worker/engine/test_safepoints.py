@@ -1,4 +1,4 @@
-"""A step that is preempted between two slices of layers leaves nothing behind that a later step would read."""
+"""A step that is preempted between two slices of layers leaves nothing behind that affects a later step."""
 
 import contextlib
 from functools import partial

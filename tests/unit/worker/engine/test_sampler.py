@@ -105,7 +105,7 @@ def test_top_p_beyond_the_first_look_sorts_everything() -> None:
     assert kept(SamplingParams(top_p=0.3), row) == set(range(0, VOCAB, 2))
 
 
-def test_top_p_counts_what_top_k_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     row = torch.full((VOCAB,), -50.0)
     row[10:14] = torch.tensor([4.0, 3.0, 2.0, 1.0]).exp().log()
     # Of the best two alone, the first has 73 %.
@@ -120,8 +120,8 @@ def test_min_p_is_relative_to_the_best() -> None:
     assert kept(SamplingParams(min_p=0.25, temperature=0.5), row) == {0, 1}  # applies after the temperature
 
 
-def test_rows_are_narrowed_at_once_to_what_is_left_of_each_by_itself() -> None:
-    """The results are equal bit for bit. Rows are processed one by one only if the first look does not suffice."""
+def test_filtering_all_rows_at_once_equals_filtering_each_row() -> None:
+    """The results must be equal bit for bit. Rows are processed one by one only if the first look does not suffice."""
     choice = random.Random(5)
     for seed in range(60):
         size, rows = choice.choice([5, 200, 300, 1000, 5000]), choice.choice([1, 2, 8, 17])
@@ -206,7 +206,7 @@ def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     assert once(frequency, row, output=(10, 10, 10)).token_ids == (11,)
 
 
-def test_history_grows_with_what_is_sampled() -> None:
+def test_history_grows_with_sampled_tokens() -> None:
     row = torch.zeros(1, VOCAB)
     row[0, [10, 11, 12]] = torch.tensor([3.0, 2.5, 2.4])
     chosen = sampler()
@@ -256,7 +256,7 @@ def test_allowed_tokens_are_all_that_an_answer_has() -> None:
 
 
 @pytest.mark.parametrize("given", [{"allowed_token_ids": (7,)}, {"allowed_token_ids": (EOS,), "min_tokens": 1}])
-def test_where_no_token_is_left_the_sequence_fails(given: dict[str, Any]) -> None:
+def test_a_sequence_without_allowed_tokens_fails(given: dict[str, Any]) -> None:
     sampling = SamplingParams(temperature=0.0, bad_words_token_ids=((7,), (8, 9)), **given)
     [(row, why)] = once(sampling, logits(9)[0]).errors
     assert row == 0

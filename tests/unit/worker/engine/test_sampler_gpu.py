@@ -1,4 +1,4 @@
-"""The GPU's sampler without a GPU: interpreted, and compiled ahead of time for several."""
+"""The GPU's sampler without a GPU: interpreted, and compiled ahead of time for several GPUs."""
 
 import importlib
 import os
@@ -40,7 +40,7 @@ TYPE_OF = {
 
 
 @pytest.mark.rotating
-def test_interpreted_it_draws_what_the_cpu_draws() -> None:
+def test_the_interpreted_sampler_draws_the_cpus_tokens() -> None:
     """Runs in its own process, since Triton decides on import whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.interpreted_sampler"]
     subprocess.run(command, check=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"})
@@ -61,8 +61,8 @@ def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
         assert done.shared_bytes <= 48 << 10, kernel.fn.__name__
 
 
-def test_what_sequences_held_is_given_to_others() -> None:
-    """Tables have as many rows as sequences that ran at once; a history starts empty."""
+def test_table_rows_are_reused_by_other_sequences() -> None:
+    """Tables have as many rows as sequences have run at once. A history starts empty."""
     sampler = GpuSampler(40, [2], CPU)
     for first in range(0, 3000, 300):
         for new in requests(300, 40, first):

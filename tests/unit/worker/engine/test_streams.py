@@ -76,7 +76,7 @@ def as_on_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_it_is_nobody_elses_and_what_is_computed_goes_first(driver: Driver) -> None:
+def test_the_engines_stream_is_its_own_and_has_priority(driver: Driver) -> None:
     """torch hands out 32 streams of each priority in turn. All other streams here have the default priority."""
     enter = streams.own_stream(GPU)
     [stream] = driver.made
@@ -111,7 +111,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_whatever_loading_and_a_step_launch_goes_there(model_dir: Path, as_on_a_gpu: Driver) -> None:
+def test_loading_and_steps_launch_on_the_engines_stream(model_dir: Path, as_on_a_gpu: Driver) -> None:
     with Launches(as_on_a_gpu) as launches, load_engine(model_dir, device_memory_bytes=8 << 20) as engine:
         assert launches.on
         generate(engine, [Job(0, (3, 4, 5), 2)])
@@ -119,7 +119,7 @@ def test_whatever_loading_and_a_step_launch_goes_there(model_dir: Path, as_on_a_
     assert len(as_on_a_gpu.made) == 1
 
 
-def test_the_largest_steps_run_there_so_that_what_they_take_is_kept_for_those_that_follow(
+def test_the_largest_steps_run_on_the_engines_stream_and_later_steps_reuse_their_memory(
     model_dir: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Rehearsed(Exception):
@@ -135,7 +135,7 @@ def test_the_largest_steps_run_there_so_that_what_they_take_is_kept_for_those_th
         load_engine(model_dir, device_memory_bytes=None, device="cuda:1", largest=Largest(tokens=8, sequences=2))
 
 
-def test_checksums_of_what_is_loaded_are_read_behind_what_fills_it(
+def test_checksums_are_read_after_the_copies_that_load_the_layer(
     model_dir: Path, as_on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_by: dict[str, Stream | None] = {}

@@ -1,4 +1,4 @@
-"""The ranks of one instance compute their shares together; here the ranks are threads."""
+"""The ranks of one instance compute their shares together. Here the ranks are threads."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ def with_all_biases(model_dir: Path) -> Path:
 
 @pytest.mark.parametrize("arch", ["llama", "llama with biases", "qwen2", "qwen3"])
 @pytest.mark.parametrize("count", [2, 4])
-def test_ranks_together_say_what_one_alone_says(arch: str, count: int, tmp_path: Path) -> None:
+def test_ranks_generate_the_tokens_of_one(arch: str, count: int, tmp_path: Path) -> None:
     model_dir = make_tiny(arch.split()[0], tmp_path / "tiny", layers=2, kv_heads=4, intermediate=176, max_len=64)
     if arch == "llama with biases":
         with_all_biases(model_dir)

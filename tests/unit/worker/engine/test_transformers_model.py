@@ -1,4 +1,6 @@
-"""Models computed by `transformers`, apart from their tokens: which are chosen, self-test, memory, and refusals."""
+"""Tests of models computed by `transformers` other than their tokens: which are chosen, the self-test, memory, and
+refusals.
+"""
 
 import json
 from pathlib import Path
@@ -40,9 +42,7 @@ def change(folder: Path, into: Path, **values: Any) -> Path:
     return into
 
 
-def test_our_classes_compute_what_they_know_as_far_as_a_window_reaches(
-    tiny: Path, experts: Path, tmp_path: Path
-) -> None:
+def test_our_classes_serve_supported_models_up_to_the_window(tiny: Path, experts: Path, tmp_path: Path) -> None:
     assert own_config(tiny, "auto") is not None
     assert own_config(tiny, "transformers") is None
     assert own_config(experts, "auto") is None
@@ -85,7 +85,7 @@ def test_a_tied_matrix_is_held_once_and_experts_are_joined(experts: Path, tmp_pa
         assert head.data_ptr() == embedding.data_ptr()
 
 
-def test_what_a_part_keeps_in_float32_lies_beside_bfloat16_and_kv_is_cleared(tmp_path: Path) -> None:
+def test_parts_in_float32_coexist_with_bfloat16_and_kv_is_cleared(tmp_path: Path) -> None:
     folder = write_family("glm4_moe", tmp_path)
     with load_engine(folder, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
         dtypes = {tensor.dtype for tensor in engine.memory.parameters.layer(2).values()}
@@ -150,7 +150,7 @@ def under_other_names(folder: Path, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "llava"])
-def test_of_a_model_of_text_and_images_the_decoder_is_served(model_type: str, tmp_path: Path) -> None:
+def test_the_text_decoder_of_a_multimodal_model_is_served(model_type: str, tmp_path: Path) -> None:
     folder = write_whole(model_type, tmp_path / "saved")
     prompts = [tuple(range(5, 5 + length)) for length in (3, 24, 40)]
     wanted = [one.token_ids for one in greedy_alone(folder, prompts, 8)]

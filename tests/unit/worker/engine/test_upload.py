@@ -31,7 +31,7 @@ class Copies(TorchDispatchMode):
         return out
 
 
-def test_to_a_device_all_go_in_one_copy_for_which_nobody_waits() -> None:
+def test_arrays_are_uploaded_in_one_asynchronous_copy() -> None:
     with Copies() as copies:
         there = upload([np.arange(5), np.arange(6, dtype=np.int32).reshape(2, 3)], torch.device("meta"))
     assert [(tuple(each.shape), each.dtype) for each in there] == [((5,), torch.int64), ((2, 3), torch.int32)]

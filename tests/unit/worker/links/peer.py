@@ -1,4 +1,4 @@
-"""A worker's data plane in a process of its own, driven by one JSON object per line on stdin."""
+"""A worker's data plane in a separate process, controlled by one JSON object per line on stdin."""
 
 import json
 import sys

@@ -58,7 +58,7 @@ class Pair:
         ]
 
     def restart(self, worker_id: str) -> DataPlane:
-        """Replaces the worker's data plane with that of a new incarnation, as if the old process had been killed."""
+        """Replaces the worker's data plane with one of a new incarnation, as if the old process had been killed."""
         for connection in self.planes[worker_id]._connections.values():
             connection.give_up("killed")
         self.planes[worker_id].close()
@@ -108,13 +108,13 @@ def test_a_link_is_up_when_both_sides_take_part_and_not_before(pair: Pair) -> No
     assert late.is_up
 
 
-def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair: Pair) -> None:
+def test_a_side_that_waits_in_vain_abandons_the_epoch_and_notifies_the_other(pair: Pair) -> None:
     [link, _] = pair.connect(1)
     w1, w2 = pair.planes.values()
     with pytest.raises(DeadlineExceeded, match="epoch 2: w2 did not come"):
         w1.connect("w2", w2.store_address, 2, 0.1)
     link.send(TrafficClass.ACTIVATION, 0)
-    pair.recorders["w2"].wait("messages", 1)  # this message arrives after the notice that w1 has left
+    pair.recorders["w2"].wait("messages", 1)  # this message arrives after the notice that w1 has left the epoch
     with pytest.raises(DeadlineExceeded, match="epoch 2: w1 did not come"):
         w2.connect("w1", w1.store_address, 2, 0.1)
     assert [link.epoch for link in pair.connect(3)] == [3, 3]
@@ -157,7 +157,9 @@ def test_a_connection_that_breaks_ends_all_its_links_and_is_made_anew(pair: Pair
 
 @pytest.mark.parametrize("who_retires", [0, 1])
 def test_a_message_that_is_too_late_for_its_epoch_ends_no_other_epoch(pair: Pair, who_retires: int) -> None:
-    """For example, an answer to a migration of a replaced layout, sent while the next layout is being prepared."""
+    """An example is an answer to a migration of a replaced layout that is sent while the next layout is being
+    prepared.
+    """
     old, new = pair.connect(1), pair.connect(2)
     old[who_retires].retire()
     until(lambda: all(link.retired or link.ended is LinkState.CLOSED for link in old))
@@ -172,11 +174,11 @@ def test_a_message_that_is_too_late_for_its_epoch_ends_no_other_epoch(pair: Pair
 
 @pytest.mark.parametrize("who", ["w1", "w2"])
 def test_a_side_that_has_not_noticed_the_end_follows_the_other_to_a_new_connection(pair: Pair, who: str) -> None:
-    """The notice of the end is in transit or lost: the peer is back in the rendezvous, or does not answer."""
+    """The notice of the end is in transit or lost. The peer is at the rendezvous again, or does not answer."""
     old = pair.connect(1)
     plane = pair.planes[who]
     forgotten = plane._connections.pop("w2" if who == "w1" else "w1")  # this side opens a new connection
-    if who == "w1":  # w1 waits to be called, and w2 still believes that it is connected
+    if who == "w1":  # w1 waits for a connection, and w2 still believes that it is connected
         forgotten.give_up("gone")
     new = pair.connect(2)
     assert all(link.is_up for link in new)
@@ -215,7 +217,7 @@ def test_a_peer_that_joins_without_end_takes_a_bounded_number_of_places(pair: Pa
     assert mine.is_up
 
 
-def test_a_frame_that_is_larger_than_what_is_posted_is_refused_and_ends_nothing_else(pair: Pair) -> None:
+def test_a_frame_larger_than_the_posted_receive_ends_only_its_connection(pair: Pair) -> None:
     [mine, theirs] = pair.connect(1)
     assert isinstance(theirs.connection, ChannelConnection)
     assert theirs.connection._channels is not None

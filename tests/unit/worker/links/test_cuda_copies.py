@@ -85,7 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_what_is_sent_is_copied_behind_what_computes_it_and_told_when_it_is_there(driver: Driver) -> None:
+def test_sends_are_copied_after_their_computation_and_then_reported(driver: Driver) -> None:
     copies, told = CudaCopies(GPU), Future[torch.Tensor | None]()
     payload = torch.arange(9, dtype=torch.uint8, device="meta")
     streams = list[Stream]()
@@ -110,7 +110,7 @@ def test_what_is_sent_is_copied_behind_what_computes_it_and_told_when_it_is_ther
     copies.close()
 
 
-def test_what_goes_from_the_device_itself_is_told_when_it_is_computed(driver: Driver) -> None:
+def test_direct_sends_are_reported_once_computed(driver: Driver) -> None:
     copies, told = CudaCopies(GPU), Future[torch.Tensor | None]()
     payload = torch.arange(9, dtype=torch.uint8)
     copies.fetch(payload, HOST, told.set_result)  # the payload is in host memory already
@@ -122,7 +122,7 @@ def test_what_goes_from_the_device_itself_is_told_when_it_is_computed(driver: Dr
     copies.close()
 
 
-def test_what_cannot_be_computed_is_told_and_the_next_one_is_told_too(driver: Driver) -> None:
+def test_failed_computations_are_reported_and_so_are_later_ones(driver: Driver) -> None:
     copies, told = CudaCopies(GPU), [Future[torch.Tensor | None](), Future[torch.Tensor | None]()]
     for future in told:
         copies.fetch(torch.zeros(1, dtype=torch.uint8), HOST, future.set_result)
@@ -210,7 +210,7 @@ def test_blocks_are_gathered_by_one_launch_for_a_slot_and_cross_the_bus_in_one_c
     assert not left[777 + size :].any()
 
 
-def test_what_a_communicator_moves_is_waited_for_in_the_driver_and_nobody_is_asked_how_far_it_is(
+def test_a_communicators_work_is_waited_for_in_the_driver_without_polling(
     driver: Driver,
 ) -> None:
     behind_it = list[Stream]()

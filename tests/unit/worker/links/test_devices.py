@@ -1,5 +1,5 @@
-"""Tensors in memory that the host must not access are transferred like others, and what the host reads arrives in host
-memory. The tests fail if a receive or a send accesses such memory directly.
+"""Tensors in memory that the host must not access are transferred like others, and data that the host reads arrives in
+host memory. The tests fail if a receive or a send accesses such memory directly.
 """
 
 import time
@@ -28,7 +28,7 @@ HIDDEN = 12
 
 
 class DeviceCopies(HostCopies):
-    """While `held` is a list, fetches complete or fail only when the test says so."""
+    """While `held` is a list, fetches complete or fail only when the test lets them."""
 
     def __init__(self) -> None:
         self.held: list[Callable[[bool], None]] | None = None
@@ -53,7 +53,7 @@ class DeviceCopies(HostCopies):
 
 
 class DeviceRecorder(Recorder):
-    """Wants hidden states and all bulk transfers on the device."""
+    """Receives hidden states and all bulk transfers on the device."""
 
     def device_of(self, topic: int) -> torch.device:
         return DEVICE if topic == HIDDEN else HOST
@@ -140,8 +140,8 @@ def test_hidden_states_land_on_the_device(ends: Ends, rows: int) -> None:
     assert torch.equal(touchable(tensor), hidden)
 
 
-def test_what_is_read_by_the_host_lands_on_the_host(ends: Ends) -> None:
-    said = bytes(range(256)) * 400  # too long for a frame
+def test_data_that_the_host_reads_arrives_in_host_memory(ends: Ends) -> None:
+    said = bytes(range(256)) * 400  # too long to be sent within a frame
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=ends.links[0].as_tensor(said)).result(30)
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=on_device(ends.links[0].as_tensor(said))).result(30)
     ends.recorders[1].wait("messages", 2)
@@ -163,9 +163,7 @@ def test_kv_that_goes_with_a_message_is_taken_from_one_device_to_the_other(ends:
 
 
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
-def test_words_do_not_wait_for_what_is_still_computed_and_activations_keep_their_order(
-    ends: Ends, copies: DeviceCopies
-) -> None:
+def test_messages_do_not_wait_for_computations_and_activations_stay_in_order(ends: Ends, copies: DeviceCopies) -> None:
     copies.held = []
     link = ends.links[0]
     sent = [link.send(TrafficClass.ACTIVATION, HIDDEN, stream=1, tensor=on_device(torch.ones(9)))]
@@ -179,7 +177,7 @@ def test_words_do_not_wait_for_what_is_still_computed_and_activations_keep_their
 
 
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
-def test_what_cannot_be_read_from_the_device_breaks_the_link(ends: Ends, copies: DeviceCopies) -> None:
+def test_unreadable_device_memory_breaks_the_link(ends: Ends, copies: DeviceCopies) -> None:
     copies.held = []
     sent = ends.links[0].send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(torch.ones(9)))
     copies.held[0](False)
@@ -220,7 +218,7 @@ def test_only_hidden_states_are_wanted_on_the_device() -> None:
         ("nccl", "cuda", True, "nccl"),
     ],
 )
-def test_links_are_carried_by_what_suits_the_memory(
+def test_the_transport_of_links_follows_from_the_memory(
     said: str, device: str, has_nccl: bool, carrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)

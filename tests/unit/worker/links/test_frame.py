@@ -1,4 +1,4 @@
-"""Headers are decoded to what was encoded, and anything else is refused."""
+"""Headers survive encoding and decoding, and invalid ones are refused."""
 
 import pytest
 import torch

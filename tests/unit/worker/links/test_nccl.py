@@ -87,7 +87,7 @@ def fates(**by_peer: list[Fate]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ends", [by_peer], indirect=True)
 
 
-def test_what_lies_on_the_device_goes_straight_there_and_the_rest_over_the_host(ends: Ends) -> None:
+def test_device_data_is_sent_directly_and_other_data_over_the_host(ends: Ends) -> None:
     link = ends.link("w2")
     hidden, said, kv = torch.randn(2048, 64), b"word " * 40 * KB, pattern(3000 * KB, seed=3)
     link.send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(hidden)).result(30)
@@ -182,7 +182,7 @@ def test_torch_knows_these_switches_by_these_names() -> None:
 
 
 @pytest.mark.parametrize(("devices", "refused"), [(["GPU-1", "GPU-1"], 2), (["GPU-1", "GPU-2"], 0)])
-def test_two_workers_on_one_gpu_are_told_what_to_do(devices: list[str], refused: int) -> None:
+def test_two_workers_on_one_gpu_get_an_error_with_a_remedy(devices: list[str], refused: int) -> None:
     store, told = HashStore(), list[str]()
 
     def come(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""How large chunks are, and when the next activation is expected."""
+"""The size of chunks, and the time at which the next activation is expected."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_size_that_was_set_holds_until_speed_and_stage_are_known() -> None:
 
 @pytest.mark.parametrize("stage_s", [0.001, 0.02, 0.3])
 @pytest.mark.parametrize("rate", [1e5, 1e7, 1e8, 1e9])
-def test_what_is_in_flight_takes_a_stages_time_or_is_one_least_chunk(rate: float, stage_s: float) -> None:
+def test_data_in_flight_takes_a_stages_time_or_is_one_minimum_chunk(rate: float, stage_s: float) -> None:
     chunks = sizes(rate)
     size, window = chunks.bytes_for(stage_s), chunks.window_for(activations_flow=True)
     assert 32 * KIB <= size <= 8 * KIB * KIB
@@ -34,7 +34,7 @@ def test_more_are_in_flight_while_no_activations_flow() -> None:
     assert sizes().window_for(activations_flow=False) == 4
 
 
-def test_the_speed_follows_what_is_measured() -> None:
+def test_the_speed_follows_measurements() -> None:
     chunks = sizes(rate=1e9)
     for _ in range(8 * 16):
         chunks.moved(100_000, 0.001)

@@ -122,7 +122,7 @@ def test_bulk_does_not_take_the_wire_before_an_urgent_message_that_waits() -> No
     assert bulk(wire, 100, 11.1) == 12.1
 
 
-def test_where_nobody_is_urgent_bulk_takes_a_free_wire_although_a_message_waits() -> None:
+def test_outside_urgent_phases_bulk_takes_a_free_wire_before_a_message() -> None:
     wire = Wire(100.0, urgent_first=False)
     wire.urgent_waits()
     assert bulk(wire, 100, 10.0) == 11.0
@@ -139,7 +139,7 @@ def test_an_urgent_message_that_gives_up_lets_bulk_go() -> None:
         wire.urgent_goes()
 
 
-def test_what_is_waited_for_is_seen() -> None:
+def test_the_schedule_knows_of_classes_above_parameters() -> None:
     s = schedule()
     s.add(1, PARAMETERS, 30)
     assert not s.has_above_parameters

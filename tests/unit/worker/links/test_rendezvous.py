@@ -1,4 +1,6 @@
-"""Two sides meet, undisturbed by strangers and by peers that gave up. Both sides in one process, over real sockets."""
+"""Two sides meet, undisturbed by strangers and by peers that gave up. Both sides are in one process, over real
+sockets.
+"""
 
 import json
 import math
@@ -83,7 +85,7 @@ def test_a_key_that_is_never_set_costs_the_deadline(rendezvous: Rendezvous) -> N
 
 
 def test_after_the_deadline_there_is_nothing_to_be_had(rendezvous: Rendezvous) -> None:
-    """A side that is too late must not continue, since the other one has given it up."""
+    """A side that is too late must not continue, because the other side has abandoned it."""
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, HIGH, rendezvous.address, soon())
         host = PairStore(rendezvous.meet(LOW, soon()).connection)
@@ -115,7 +117,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 
 def park(connection: socket.socket, line: bytes) -> None:
-    """Completes the handshake of a caller that nobody expects yet."""
+    """Completes the handshake of a caller that no side expects yet."""
     connection.sendall(line)
     read_line(connection, soon())
     connection.sendall(proof_line(""))
@@ -179,7 +181,7 @@ def test_a_flood_of_noise_leaves_the_lobby_as_it_was(rendezvous: Rendezvous) -> 
     meet(rendezvous)
 
 
-def test_who_drips_is_waited_for_by_nobody_and_not_for_long(
+def test_a_dripping_caller_delays_no_one_and_is_soon_dropped(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.6)
@@ -190,7 +192,7 @@ def test_who_drips_is_waited_for_by_nobody_and_not_for_long(
             for drip in drips:
                 drip.send(bytes([letter]))
             time.sleep(0.05)
-        meet(rendezvous)  # while all of them are in the middle of their hello
+        meet(rendezvous)  # while all of them are in the middle of their handshake
         for drip in drips:
             assert is_hung_up_on(drip)
         assert 0.5 < time.monotonic() - began_s < 30
@@ -208,7 +210,7 @@ def test_half_open_connections_take_a_bounded_number_of_places(
         meet(rendezvous)
 
 
-def test_callers_that_nobody_waits_for_take_a_bounded_number_of_places(rendezvous: Rendezvous) -> None:
+def test_unexpected_callers_take_a_bounded_number_of_places(rendezvous: Rendezvous) -> None:
     with ExitStack() as stack:
         for number in range(module._MAX_PARKED + 20):
             park(stack.enter_context(dial(rendezvous)), hello(worker_id=f"stranger-{number}"))
@@ -271,7 +273,7 @@ def test_a_host_without_the_secret_gets_no_link(rendezvous: Rendezvous) -> None:
 
 
 def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Rendezvous) -> None:
-    """A thief that has overheard everything that a caller with the secret sent replays it."""
+    """An attacker replays everything that it has overheard from a caller with the secret."""
     with dial(guarded) as caller, dial(guarded) as thief:
         line = hello_line(HIGH)
         caller.sendall(line)
@@ -284,7 +286,7 @@ def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Rendezvous) ->
     assert guarded.refused == {"wrong proof": 1}
 
 
-def test_a_proof_holds_for_what_was_said_and_by_whom() -> None:
+def test_a_proof_is_bound_to_message_and_sender() -> None:
     hello, challenge = hello_line(HIGH), challenge_line()
     proof = proof_of(SECRET, "caller", hello, challenge)
     assert is_proof(proof, SECRET, "caller", hello, challenge)
@@ -324,7 +326,7 @@ def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
             dripping.result(60)
 
 
-def test_a_caller_who_gave_up_is_passed_over(rendezvous: Rendezvous) -> None:
+def test_a_caller_that_gave_up_is_skipped(rendezvous: Rendezvous) -> None:
     with pytest.raises(DeadlineExceeded):
         call(HIGH, rendezvous.address, soon(0.1))
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Waiting for a socket takes one system call, and does not block other threads from posting."""
+"""Waiting for a socket takes one system call, and does not keep other threads from posting."""
 
 import socket
 import time
@@ -85,7 +85,7 @@ def test_others_post_and_an_abort_comes_while_one_waits_for_a_peer_that_takes_no
             each.result(10)
 
 
-def test_what_two_wait_for_goes_in_order(ends: tuple[TcpChannel, TcpChannel]) -> None:
+def test_two_waiting_threads_are_served_in_order(ends: tuple[TcpChannel, TcpChannel]) -> None:
     sender, receiver = ends
     waiting = [outcome(sender.send_payload(part)) for part in PAYLOAD.split(5 << 20)]
     came = torch.zeros_like(PAYLOAD)

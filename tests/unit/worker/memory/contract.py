@@ -1,4 +1,4 @@
-"""What every `MemoryBackend` must do. Subclasses provide the `backend` fixture and inherit the tests."""
+"""The contract of every `MemoryBackend`. Subclasses provide the `backend` fixture and inherit the tests."""
 
 from collections.abc import Iterator
 
@@ -101,7 +101,7 @@ class BackendContract:
             one.unmap(1, 4)
         one.unmap(0, 1)
 
-    def test_a_view_made_before_the_mapping_sees_what_is_mapped(self, one: Range) -> None:
+    def test_a_view_made_before_the_mapping_shows_the_mapped_memory(self, one: Range) -> None:
         view, address = one.extents[4:6], one.extents.data_ptr()
         one.map(0, ExtentRun(0, 6))
         view.fill_(7)

@@ -1,4 +1,4 @@
-"""The CUDA driver's memory calls on plain CPU memory. It enforces the real driver's rules and imitates its traps."""
+"""The CUDA driver's memory calls on plain CPU memory. It enforces the real driver's rules and imitates its pitfalls."""
 
 import ctypes
 import mmap
@@ -29,7 +29,7 @@ class SimulatedDriver:
         self._end_bytes = 0
         self._available_bytes = available_bytes
         self.handles: dict[int, int] = {}  # handle -> size
-        self._taken: list[int] = []  # handles, once more for each import from a file
+        self._taken: list[int] = []  # handles, with another entry for each import from a file
         self.reservations: dict[int, int] = {}  # address -> size
         self.mappings: dict[int, tuple[int, int, bool]] = {}  # address -> (size, handle, accessible)
         self.kernels_run = False

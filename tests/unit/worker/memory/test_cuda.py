@@ -123,7 +123,7 @@ def test_memory_that_another_process_takes_meanwhile_is_reported_as_too_little(d
     driver.require_empty()
 
 
-def test_a_machine_without_gpu_or_bindings_imports_the_module_and_says_what_is_missing() -> None:
+def test_without_gpu_or_bindings_the_module_imports_and_names_what_is_missing() -> None:
     program = (
         "import sys\n"
         "sys.modules['cuda'] = None\n"
@@ -218,8 +218,8 @@ def test_the_bindings_have_every_call_that_is_made() -> None:
     assert {name for name, _ in cuda.calls if not hasattr(real, name)} == set()
 
 
-def test_bytes_for_checksums_are_read_beside_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read on a stream of their own, which waits only for work launched before the read."""
+def test_bytes_for_checksums_are_read_in_parallel_with_computations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read on a separate stream, which waits only for work that was launched before the read."""
 
     class Stream:
         def __init__(self, device: torch.device) -> None:

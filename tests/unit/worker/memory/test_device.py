@@ -128,7 +128,9 @@ def test_layers_given_up_go_block_by_block() -> None:
 
 
 def restored(memory: DeviceMemory) -> None:
-    """A stage that held the first two layers has all parameters again, and keeps as much KV as a draining group may."""
+    """A stage that held the first two layers now has all parameters again, and retains as much KV as a draining group
+    may.
+    """
     memory.drop_layers([2, 3])
     memory.release_retired()
     memory.make_room_for_layers([2, 3], block_count=memory.leaving_block_count)
@@ -180,7 +182,7 @@ def test_a_member_may_give_all_of_its_kv_back() -> None:
         memory.check()
 
 
-def test_what_a_stage_may_keep_leaves_every_layer_a_little_room_in_the_other_window() -> None:
+def test_retained_kv_leaves_every_layer_some_room_in_the_other_window() -> None:
     shape = dataclasses.replace(KV_SHAPE, head_dim=32)  # eight blocks per extent
     with open_small(HostBackend(), BUDGET_BYTES + 13 * LAYERS * EXTENT_BYTES, kv_shape=shape) as memory:
         assert memory.kv.extents_per_layer == 16
@@ -210,7 +212,7 @@ def test_a_window_is_opened_when_all_is_there_for_it() -> None:
         memory.check()
 
 
-def test_check_finds_a_window_that_nobody_uses() -> None:
+def test_check_finds_an_unused_window() -> None:
     with open_small(HostBackend()) as memory:
         memory.make_room_for_layers([], block_count=0)
         memory.open_window()
@@ -250,7 +252,7 @@ def test_an_extent_size_of_the_operators_choice_must_be_mappable() -> None:
         DeviceMemory.open(HostBackend(), budget_bytes=1 << 20, layers=[], others={}, kv_shape=shape, extent_bytes=5000)
 
 
-def test_a_parked_device_has_only_what_is_no_layer_and_is_whole_again_when_woken() -> None:
+def test_a_parked_device_holds_no_layers_and_is_whole_once_woken() -> None:
     backend = HostBackend()
     with open_small(backend) as memory:
         for layer in range(LAYERS):
@@ -273,7 +275,7 @@ def test_a_parked_device_has_only_what_is_no_layer_and_is_whole_again_when_woken
             assert memory.report() == before
 
 
-def test_a_device_whose_memory_somebody_else_has_taken_stays_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_memory_another_process_took_stays_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_small(HostBackend()) as memory:
         memory.park()
         with monkeypatch.context() as patched:

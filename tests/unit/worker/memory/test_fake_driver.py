@@ -1,4 +1,4 @@
-"""The CUDA backend on the driver's real bindings and a fake driver that enforces its rules, without a GPU.
+"""The CUDA backend, without a GPU, on the driver's real bindings and a fake driver that enforces its rules.
 
 BALLAST_DRIVER_HISTORIES sets the number of random operations.
 """
@@ -44,7 +44,7 @@ class TestCudaBackendOverTheBindings(BackendContract):
 
 
 def test_any_thread_may_call(driver: FakeDriver) -> None:
-    """The driver requires a current context on each thread, and a thread that has not used the device has none."""
+    """The driver requires a current context on each thread, which a thread that has not used the device lacks."""
     memory = open_small(open_fake())
     thread = threading.Thread(target=memory.drop_layers, args=([1, 2],))
     thread.start()
@@ -53,7 +53,7 @@ def test_any_thread_may_call(driver: FakeDriver) -> None:
     memory.close()
 
 
-def test_extents_are_made_to_be_shared_and_do_without_what_is_refused(driver: FakeDriver) -> None:
+def test_extents_are_created_shareable_without_refused_features(driver: FakeDriver) -> None:
     cuda = importlib.import_module("cuda.bindings.driver")
     kinds = cuda.CUmemAllocationHandleType
     files, none = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, kinds.CU_MEM_HANDLE_TYPE_NONE

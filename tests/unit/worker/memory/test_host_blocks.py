@@ -114,7 +114,7 @@ def test_blocks_of_either_window_that_is_in_force() -> None:
         host.close()
 
 
-def test_what_would_be_a_crash_is_an_error() -> None:
+def test_invalid_copies_raise_instead_of_crashing() -> None:
     with memory() as device:
         host = HostBlocks(device.kv, 1)
         with pytest.raises(InvariantViolation, match="is used, there are"):

@@ -26,7 +26,7 @@ def memory() -> Iterator[DeviceMemory]:
         yield made
 
 
-def test_the_geometry_says_what_is_mapped(memory: DeviceMemory) -> None:
+def test_the_geometry_matches_the_mapped_memory(memory: DeviceMemory) -> None:
     expected = KvGeometry(
         block_tokens=4, block_bytes=2 * 4 * 2 * 24 * 4, block_count=32, kv_bytes_per_token=LAYERS * 2 * 2 * 24 * 4
     )
@@ -76,7 +76,9 @@ def test_growth_gives_clean_blocks_and_keeps_the_old_ones(memory: DeviceMemory) 
 
 
 def test_a_block_across_the_seam_of_two_extents_is_whole(memory: DeviceMemory) -> None:
-    """1,536 does not divide 16,384: a block straddles each boundary, and is usable only if both extents are mapped."""
+    """16,384 is not a multiple of 1,536, so a block straddles each boundary. It is usable only if both extents are
+    mapped.
+    """
     per_extent = EXTENT_BYTES // KV_SHAPE.block_bytes
     kv = memory.kv.layer(0)
     kv[:BLOCKS].fill_(1.0)

@@ -1,4 +1,4 @@
-"""The checksum that a GPU computes: which changes it detects, and that a CPU computes the same."""
+"""The checksum that a GPU computes detects changes, and a CPU computes the same one."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ def compare(device: str) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=300_000), st.data())
-def test_it_is_another_for_any_byte_that_is_wrong_missing_or_elsewhere(content: bytes, data: st.DataObject) -> None:
+def test_the_checksum_detects_wrong_missing_and_moved_bytes(content: bytes, data: st.DataObject) -> None:
     said = mixed(as_tensor(content))
     assert said == mixed(as_tensor(content))
     if len(set(content)) < 2:
@@ -49,7 +49,7 @@ def as_tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def test_it_stays_what_it_is() -> None:
+def test_the_checksum_is_stable_across_versions() -> None:
     """Workers of different versions compare their checksums."""
     assert mixed(torch.arange(1003, dtype=torch.int64).to(torch.uint8)).hex() == "cbdf717b366469d79d5b2c9ed1000ebe"
 
@@ -65,7 +65,7 @@ def test_the_kernel_fits_into_registers(capability: int, tmp_path: object, monke
         assert done.registers <= 80
 
 
-def test_interpreted_it_is_what_the_host_computes() -> None:
+def test_the_interpreted_checksum_equals_the_hosts() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import compare; compare('cpu')"],
@@ -79,7 +79,7 @@ def test_interpreted_it_is_what_the_host_computes() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_device_it_is_what_the_host_computes() -> None:
+def test_on_the_device_the_checksum_equals_the_hosts() -> None:
     compare("cuda")
     data = torch.randint(0, 256, (1_000_003,), dtype=torch.uint8)
     assert mixed(data.to("cuda")) == mixed(data)

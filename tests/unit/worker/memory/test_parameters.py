@@ -100,7 +100,7 @@ def test_dropped_layers_become_kv_and_come_back_equal(memory: DeviceMemory) -> N
     assert kv[:blocks].unique().tolist() == [0.5]
 
 
-def test_what_an_extent_held_before_does_not_enter_the_checksum(memory: DeviceMemory) -> None:
+def test_old_contents_of_an_extent_do_not_affect_the_checksum(memory: DeviceMemory) -> None:
     """Checksums leave out the padding between tensors."""
     fill_layer(memory, 1)
     before = memory.parameters.layer_checksum(1)
@@ -114,7 +114,7 @@ def test_what_an_extent_held_before_does_not_enter_the_checksum(memory: DeviceMe
     assert memory.parameters.layer_checksum(1) == before
 
 
-def test_a_dropped_layer_is_refused_to_all_who_ask(memory: DeviceMemory) -> None:
+def test_access_to_a_dropped_layer_is_refused(memory: DeviceMemory) -> None:
     memory.parameters.drop([1])
     assert memory.parameters.held_layers == (0, 2, 3)
     for ask in (

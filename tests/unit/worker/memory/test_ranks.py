@@ -114,7 +114,9 @@ def ask(ranked: Ranked, name: str, *arguments: object) -> object:
 
 
 def compare(ranked: Ranked, driver: FakeDriver) -> None:
-    """Both ranks have mapped what the books list, and the other rank's driver agrees with its mirror here."""
+    """Both ranks must have mapped what the books list, and the other rank's driver must agree with its mirror in this
+    process.
+    """
     memory = ranked.engine.memory
     assert isinstance(memory, RankedMemory)
     mapped = memory.pool.extent_count - memory.pool.free_count

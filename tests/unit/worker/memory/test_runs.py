@@ -1,4 +1,4 @@
-"""Runs of bytes that are gathered into a slot and scattered from it: their split into parts, and the kernel."""
+"""Runs of bytes that are gathered into a slot and scattered from it: how they are split into parts, and the kernel."""
 
 import ctypes
 import importlib
@@ -35,7 +35,7 @@ def scattered(sizes: Sequence[int], first: int, device: str = "cpu") -> list[tor
 
 
 def compare(device: str) -> None:
-    """The kernel copies the bytes of the runs, and no others, into a slot and out of it."""
+    """The kernel must copy exactly the bytes of the runs, into a slot and out of it."""
     kernel = RunKernel(torch.device(device))
     for sizes, first in SHAPES:
         runs = scattered(sizes, first, device)

@@ -1,5 +1,5 @@
-"""The copy of the parameters that all workers of a host share: made once, never visible half made, removed by the last
-user.
+"""The copy of the parameters that all workers of a host share: it is made once, is never visible incomplete, and is
+removed by its last user.
 """
 
 import multiprocessing
@@ -52,7 +52,7 @@ def filled(copy: SharedCopy, name: str, like: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(blank, like, strict=True))
 
 
-def test_the_second_maps_what_the_first_has_made(tmp_path: Path) -> None:
+def test_the_second_worker_maps_the_copy_of_the_first(tmp_path: Path) -> None:
     first = made(tmp_path)
     second = open_copy(tmp_path, "model")
     assert isinstance(second, SharedCopy)
@@ -90,7 +90,7 @@ def test_pieces_that_change_places_are_seen() -> None:
     assert copy_summed(target, source) != copy_summed(target, swapped)
 
 
-def test_who_cannot_make_it_lets_the_next_one_try(tmp_path: Path) -> None:
+def test_after_a_failed_attempt_the_next_worker_may_make_the_copy(tmp_path: Path) -> None:
     found = open_copy(tmp_path, "model")
     assert isinstance(found, Maker)
     found.give_up()

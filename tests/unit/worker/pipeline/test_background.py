@@ -1,4 +1,4 @@
-"""Background work rests in proportion to the time it takes, and stops when it is no longer wanted."""
+"""Background work pauses in proportion to the time it takes, and stops when it is no longer needed."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def test_it_rests_nine_times_as_long_as_it_works() -> None:
+def test_background_work_rests_nine_times_as_long_as_it_works() -> None:
     work(0.05)
     rest = unhurried(lambda: False)
     with ThreadPoolExecutor(1) as another:
@@ -31,7 +31,7 @@ def pieces(rest: Callable[[], None]) -> None:
         assert time.monotonic() - began_s >= 0.0175
 
 
-def test_it_ends_between_two_pieces() -> None:
+def test_background_work_stops_between_two_pieces() -> None:
     wanted = [True]
     rest = unhurried(lambda: not wanted[0])
     rest()
@@ -40,7 +40,7 @@ def test_it_ends_between_two_pieces() -> None:
         rest()
 
 
-def test_it_does_not_rest_while_somebody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_work_does_not_rest_while_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rests_s: list[float] = []
     monkeypatch.setattr(time, "sleep", rests_s.append)
     hurried = [True]

@@ -1,4 +1,4 @@
-"""Link messages and transfers that do not fit: whoever waits for them learns that they will not arrive."""
+"""Link messages and transfers of the wrong size: whatever waits for them is notified that they will not arrive."""
 
 from collections.abc import Callable
 from typing import cast

@@ -1,4 +1,4 @@
-"""A layer that is loaded is compared with the checksum that this worker knows, and refused if it differs."""
+"""A loaded layer is compared with the checksum that this worker knows, and refused if it differs."""
 
 import queue
 from concurrent.futures import Future
@@ -26,7 +26,7 @@ from tools.model.tiny import make_tiny
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "replaced meanwhile"])
 @pytest.mark.parametrize("known", [False, True], ids=["never held", "held before"])
-def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: bool, known: bool) -> None:
+def test_a_layer_from_the_checkpoint_is_compared_with_the_known_checksum(changed: bool, known: bool) -> None:
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
     with open_small(HostBackend()) as memory:
         parameters = memory.parameters
@@ -107,7 +107,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_copy_in_host_memory_is_preferred_to_peers(is_right: bool) -> None:
-    """No peer is asked. If the copy is damaged, it has been replaced from the checkpoint, which is verified."""
+    """No peer is asked. If the copy was damaged, it has been replaced from the checkpoint, which is verified."""
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
     with open_small(HostBackend()) as memory:
         workers = Threads(lambda _: True, lambda _: is_right, lambda _: None)
@@ -189,7 +189,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         workers.shutdown()
 
 
-def test_a_drop_never_waits_for_checksums_of_what_was_loaded(tmp_path: Path) -> None:
+def test_a_drop_never_waits_for_checksums_of_loaded_layers(tmp_path: Path) -> None:
     """SHA-256 of gigabytes takes seconds, so checksums are computed while the checkpoint is read."""
     model_dir = make_tiny("llama", tmp_path / "model", layers=3, vocab=320)
     with load_engine(model_dir, device_memory_bytes=8 << 20) as engine:

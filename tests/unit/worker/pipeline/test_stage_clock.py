@@ -9,7 +9,7 @@ def batch(step_id: int, quiet_s: float = 0.0) -> Batch:
     return Batch(step_id, (), (), (Slice(1, 0, (5, 6, 7), False),), quiet_s)
 
 
-def test_what_lies_between_two_batches_is_a_bubble() -> None:
+def test_the_time_between_two_batches_is_a_bubble() -> None:
     clock = StageClock()
     clock.ran(batch(1), 4, 10.0, 13.0)
     clock.ran(batch(2), 4, 14.0, 16.0)
@@ -18,7 +18,7 @@ def test_what_lies_between_two_batches_is_a_bubble() -> None:
     assert times.bubble_fraction == pytest.approx(1 / 6)
 
 
-def test_when_the_leader_has_no_work_nobody_is_idle() -> None:
+def test_without_work_no_stage_counts_as_idle() -> None:
     leader, follower = StageClock(), StageClock()
     leader.note_work(0.0, has_work=True)
     leader.ran(batch(1, leader.take_quiet_s()), 4, 0.0, 1.0)
@@ -59,7 +59,7 @@ def test_a_change_of_layout_is_not_a_bubble() -> None:
     assert clock.times.idle_s == 0.0
 
 
-def test_the_window_is_bounded_and_tells_what_happened() -> None:
+def test_the_window_is_bounded_and_records_events() -> None:
     clock = StageClock()
     for step in range(SPANS):
         clock.ran(batch(step), 4, float(step), step + 0.5)

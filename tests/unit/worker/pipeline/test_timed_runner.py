@@ -1,4 +1,4 @@
-"""A timed runner returns what its inner runner returns, and records how long each kind of stage took."""
+"""A timed runner returns the results of its inner runner, and records how long each kind of stage took."""
 
 import itertools
 from collections.abc import Iterator
@@ -121,7 +121,7 @@ def test_a_gpus_stages_are_timed_by_when_it_ran_them_not_by_when_it_was_told() -
     assert [pytest.approx(one) for one in expected] == told
 
 
-def test_a_first_stage_on_a_gpu_tells_the_cost_model_what_it_took(engine: Engine) -> None:
+def test_a_first_stage_on_a_gpu_reports_its_time_to_the_cost_model(engine: Engine) -> None:
     """Its `run_stage` returns at once, so timing the call would measure only the launch."""
     gpu, costs = Gpu(), OnlineCost()
     watch = EventWatch(gpu.record, lambda: gpu.now_s)

@@ -1,4 +1,4 @@
-"""Messages between members are decoded to what was encoded."""
+"""Messages between members survive encoding and decoding."""
 
 from dataclasses import replace
 

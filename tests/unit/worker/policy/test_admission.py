@@ -10,7 +10,7 @@ def test_the_whole_need_must_be_free() -> None:
     assert not admits(view(free=9), 10, 0.0)
 
 
-def test_a_reserve_stays_free_for_what_runs() -> None:
+def test_a_reserve_stays_free_for_running_requests() -> None:
     assert admits(view(free=15), 10, 0.05)
     assert not admits(view(free=14), 10, 0.05)
 

@@ -8,7 +8,7 @@ def view(remaining_tokens: int, rank: int = 1) -> PrefillView:
     return PrefillView(rank=rank, computed_tokens=0, remaining_tokens=remaining_tokens)
 
 
-def test_one_prompt_gets_what_the_decodes_leave() -> None:
+def test_one_prompt_gets_the_tokens_that_decodes_leave() -> None:
     assert chunk_prefills(10, [view(1000)], 64) == [54]
 
 
@@ -20,7 +20,7 @@ def test_the_first_in_line_keeps_half_of_the_budget() -> None:
     assert chunk_prefills(4, [view(1000), view(500), view(400)], 64) == [30, 0, 30]
 
 
-def test_what_the_first_does_not_need_goes_to_the_others() -> None:
+def test_tokens_that_the_first_does_not_need_go_to_the_others() -> None:
     assert chunk_prefills(0, [view(2), view(500), view(30)], 64) == [2, 32, 30]
 
 

@@ -65,7 +65,9 @@ def test_noise_of_five_percent_leaves_predictions_within_two() -> None:
 
 
 def test_small_batches_count_as_much_as_large_ones() -> None:
-    """If the model's form cannot fit all costs, relative errors are as small for small batches as for large ones."""
+    """If the model's form cannot fit all costs, the relative errors are as small for small batches as for large
+    ones.
+    """
     chunks = [
         ((Chunk(0, n),), 1e-4 * n * (1.2 if n < 20 else 1.0)) for n in (1, 2, 4, 8, 16, 256, 512, 768, 1024, 1280)
     ]
@@ -113,7 +115,7 @@ def test_no_errors_to_summarise() -> None:
     arrays(np.float64, 12, elements=st.floats(-100, 100, width=32)),
 )
 def test_least_squares_are_not_negative_and_cannot_be_improved(rows: np.ndarray, targets: np.ndarray) -> None:
-    """The optimum of a convex problem: the gradient is 0 where x > 0, and does not point inwards where x = 0."""
+    """At the optimum of a convex problem, the gradient is 0 where x > 0 and does not point inwards where x = 0."""
     x = non_negative_least_squares(rows, targets)
     assert (x >= 0).all()
     norms = np.sqrt(np.square(rows).sum(axis=0))

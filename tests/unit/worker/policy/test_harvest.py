@@ -24,7 +24,7 @@ from services.worker.policy.harvest import (
 A100 = CostModel(2.5e-9, 0.0, 0.0141, 0.01409, 5.2e-7, 0.0, 9.2e-5, 128)  # Llama-2-7B, as the simulator fits it
 
 
-def test_a_price_list_adds_up_what_the_cost_model_says() -> None:
+def test_a_price_list_sums_to_the_cost_models_estimate() -> None:
     chunks = [Chunk(1000, 1), Chunk(0, 200), Chunk(300, 40)]
     prices = PriceList(A100, chunks[:2])
     assert prices.with_chunk_s(*chunks[2]) == pytest.approx(A100.batch_cost_s(chunks))

@@ -8,7 +8,7 @@ from services.worker.policy.leaving import over_at_s, tightened
 @pytest.mark.parametrize(
     ("limit", "reserved", "running", "kept"),
     [
-        (80, 80, 4, 80),  # all blocks are held: none is given up
+        (80, 80, 4, 80),  # all blocks are held: none is released
         (80, 48, 4, 80),  # the held blocks and their growth need the eighth that would be next
         (80, 47, 4, 70),
         (80, 30, 25, 80),  # many short sequences grow, too
@@ -18,7 +18,7 @@ from services.worker.policy.leaving import over_at_s, tightened
         (40, 60, 4, 40),  # never more than the limit
     ],
 )
-def test_a_group_keeps_what_it_holds_and_a_little_to_grow_in_eighths(
+def test_a_group_retains_its_held_blocks_and_some_growth_in_eighths(
     limit: int, reserved: int, running: int, kept: int
 ) -> None:
     assert tightened(limit, 80, reserved, running, 128) == kept
@@ -42,7 +42,7 @@ def test_the_smallest_group_gives_up_block_by_block() -> None:
         (900, [(0.5, 1000), (0.5, 2000)], True),
     ],
 )
-def test_what_has_no_room_in_the_members_goes_on_and_leaves_sooner_where_memory_is_short(
+def test_sequences_without_room_on_the_members_leave_earlier_if_memory_is_short(
     reserved: int, stages: list[tuple[float, int]], fits: bool
 ) -> None:
     assert over_at_s(100.0, 140.0, reserved, stages, is_short=False) == (110.0 if fits else 740.0)

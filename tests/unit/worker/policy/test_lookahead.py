@@ -41,7 +41,7 @@ def cost_s(seen: PipelineView, share: Share) -> float:
 def rounds(
     candidates: list[MicrobatchCandidate], stages: int, count: int, tokens: int = 512
 ) -> list[tuple[PipelineView, Share]]:
-    """Consecutive microbatches and their views; each completes once `stages` further ones have been formed."""
+    """Consecutive microbatches and their views. Each microbatch completes once `stages` more have been formed."""
     states = [[c.computed_tokens, c.dispatched_tokens, c.token_count, c.step_id] for c in candidates]
     formed: list[tuple[PipelineView, Share]] = []
     for step in range(1, count + 1):
@@ -93,7 +93,7 @@ def test_a_lone_prompt_keeps_all_stages_busy() -> None:
     assert [seen.candidates[0].dispatched_tokens for seen, _ in formed] == [sum(counts[:i]) for i in range(4)]
 
 
-def test_decodes_are_spread_by_what_they_cost() -> None:
+def test_decodes_are_spread_according_to_their_cost() -> None:
     candidates = [decode(50_000), *(decode(50, step_id=1) for _ in range(5))]
     (_, first), (_, second) = rounds(candidates, 2, 2)
     assert [i for i, _ in first] == [0]
@@ -129,7 +129,7 @@ def test_a_short_prompt_gets_on_among_decodes_while_others_wait_for_room() -> No
 
 
 def test_a_prompt_gets_on_where_batches_have_less_room_than_the_smallest_piece() -> None:
-    """While a restore is being prepared, batches have so little room."""
+    """Batches have this little room while a restore is being prepared."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], tokens=10 + 8))
     assert [index for index, _ in share[:-1]] == [*range(10)]
@@ -146,7 +146,7 @@ def test_one_more_microbatch_is_in_flight_while_others_wait() -> None:
     assert FORM.ahead == 1
 
 
-def test_none_is_ahead_where_a_batch_costs_much_whatever_is_in_it() -> None:
+def test_no_extra_microbatch_if_every_batch_is_expensive() -> None:
     costly = CostModel(attention_s=1e-8, token_s=1e-5, chunk_s=2e-3, shared_s=1.9e-3)
     form = lookahead(lambda: costly)
     candidates = [*(decode(300) for _ in range(60)), *(prompt(900) for _ in range(6))]
@@ -158,7 +158,7 @@ def test_without_a_model_none_is_ahead() -> None:
     assert not lookahead(lambda: None)(view(2, [prompt(700)], waiting=3, flying=2))
 
 
-def test_where_a_prompt_is_cut_no_rows_are_computed_for_nothing() -> None:
+def test_cut_prompts_waste_no_rows() -> None:
     rng = random.Random(2)
     for _ in range(200):
         decodes = [decode(rng.randint(20, 900)) for _ in range(rng.randint(0, 20))]
@@ -175,7 +175,7 @@ def test_a_long_prompt_gets_half_and_short_ones_do_not_wait_for_it() -> None:
     assert 3 not in share  # of a lower class
 
 
-def test_who_waits_for_its_token_or_a_block_is_left_out() -> None:
+def test_sequences_waiting_for_a_token_or_a_block_are_left_out() -> None:
     seen = view(2, [decode(80, step_id=LANDED + 1), MicrobatchCandidate(0, 64, 64, 65, 0, False), prompt(50)])
     assert [i for i, _ in FORM(seen)] == [2]
 
@@ -209,7 +209,7 @@ COSTS = st.builds(
 
 
 @given(st.lists(CANDIDATES, max_size=30), st.integers(2, 8), st.integers(30, 600), st.integers(0, 2), COSTS)
-def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
+def test_every_microbatch_can_be_run(
     candidates: list[MicrobatchCandidate], stages: int, tokens: int, waiting: int, cost: CostModel
 ) -> None:
     seen = view(stages, candidates, tokens, waiting, full=waiting > 1)
@@ -225,7 +225,7 @@ def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
         computes |= left > 0 and c.token_count - c.computed_tokens > 1
         n = dict(share).get(index, 0)
         assert 0 <= n <= left
-        # A chunk is smaller only if the batch lacks room, of which rounding leaves less than one unit.
+        # A chunk may be smaller only if the batch lacks room, of which rounding leaves less than one unit.
         assert n in (0, left) or n >= MIN_CHUNK_TOKENS or tokens - sum(m for _, m in share) < rows
     assert bool(share) == bool(ready)
     prompt_tokens = sum(n for i, n in share if candidates[i].token_count - candidates[i].computed_tokens > 1)

@@ -23,7 +23,7 @@ def test_decodes_are_spread_over_as_many_batches_as_there_are_stages() -> None:
     assert len(formed(4, decodes(13, in_flight=11))) == 2
 
 
-def test_who_has_waited_longest_for_a_place_goes_first() -> None:
+def test_the_sequence_that_has_waited_longest_goes_first() -> None:
     late, early = MicrobatchCandidate(0, 9, 9, 10, 6, True), MicrobatchCandidate(0, 9, 9, 10, 3, True)
     assert formed(2, [late, early]) == [(1, 1)]
 
@@ -43,14 +43,14 @@ def test_a_long_prompt_is_cut_into_shares_but_not_into_crumbs() -> None:
     assert formed(4, [prompt(200)]) == [(0, 128)]
 
 
-def test_who_lacks_a_block_is_left_out() -> None:
+def test_sequences_without_a_block_are_left_out() -> None:
     assert formed(2, [MicrobatchCandidate(0, 15, 15, 16, 0, False), MicrobatchCandidate(0, 9, 9, 10, 0, True)]) == [
         (1, 1)
     ]
 
 
 @given(st.integers(2, 8), st.integers(0, 64), st.lists(st.integers(2, 400), max_size=9), st.integers(1, 64))
-def test_the_shares_of_all_stages_together_leave_nobody_out(
+def test_the_shares_of_all_stages_include_every_sequence(
     stages: int, decode_count: int, lengths: list[int], places: int
 ) -> None:
     decode_count = min(decode_count, places * stages)

@@ -48,7 +48,7 @@ def off_by(model: CostModel | None, true: CostModel, chunks: tuple[Chunk, ...]) 
     return model.batch_cost_s(chunks) / true.batch_cost_s(chunks) - 1
 
 
-def test_what_all_layers_cost_is_known_by_those_that_are_executed() -> None:
+def test_the_cost_of_all_layers_follows_from_executed_ones() -> None:
     online = OnlineCost(PROFILE)
     assert online.of_layers(8) is None
     online.enter(HALF)
@@ -57,7 +57,7 @@ def test_what_all_layers_cost_is_known_by_those_that_are_executed() -> None:
     assert online.of_layers(8) == half.scaled(2.0)
 
 
-def test_the_profile_is_what_it_starts_with() -> None:
+def test_the_model_starts_with_the_profile() -> None:
     assert entered().current() == LOADED
     assert entered(None).current() is None
 
@@ -77,7 +77,7 @@ def test_a_wrong_coefficient_is_put_right() -> None:
         assert off_by(online.current(), true, chunks) == pytest.approx(0, abs=0.08)
 
 
-def test_it_learns_without_a_profile_once_it_has_seen_batches_of_several_sizes() -> None:
+def test_without_a_profile_costs_are_learnt_from_batches_of_several_sizes() -> None:
     online = entered(None)
     for _ in range(200):
         online.record(DECODES, LOADED.batch_cost_s(DECODES))
@@ -110,7 +110,7 @@ def test_a_stall_now_and_then_changes_little() -> None:
         assert off_by(online.current(), LOADED, chunks) == pytest.approx(0, abs=0.05)
 
 
-def test_another_shape_starts_from_the_profile_else_from_what_was_known_of_the_last_one() -> None:
+def test_another_shape_starts_from_the_profile_or_else_from_the_last_shape() -> None:
     online = entered()
     run(online, LOADED.scaled(2.0), 200)
     online.enter(HALF)
@@ -137,7 +137,7 @@ def test_empty_batches_do_not_count() -> None:
     assert online.step_count == 0
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_stored_steps_are_bounded() -> None:
     online = entered()
     for _ in range(1000):
         online.record((Chunk(5, 1),), 0.001)
@@ -173,9 +173,7 @@ def test_a_start_by_which_some_batches_cost_nothing_is_mended(
 
 @settings(max_examples=60, deadline=None)
 @given(steps_st, st.booleans())
-def test_whatever_is_executed_it_is_never_worse_than_the_profile(
-    steps: list[tuple[list[Chunk], float]], has_profile: bool
-) -> None:
+def test_the_fit_is_never_worse_than_the_profile(steps: list[tuple[list[Chunk], float]], has_profile: bool) -> None:
     """Checked right after each fit, on all steps so far, as long as no batch size has more steps than are kept."""
     online = entered(PROFILE if has_profile else None)
     seen: list[tuple[list[Chunk], float]] = []

@@ -20,12 +20,12 @@ def test_a_member_without_places_gets_no_running_sequence_while_another_has_one(
     assert sorted(placed.values()) == ["w0", "w1", "w1", "w1"]
 
 
-def test_what_waits_takes_no_place() -> None:
+def test_waiting_sequences_take_no_place() -> None:
     views = [MemberView(WorkerId("w0"), 10, 1), MemberView(WorkerId("w1"), 5, 1)]
     assert place([PlacementView(1, 4, True), PlacementView(2, 4, False)], views) == {1: "w0", 2: "w0"}
 
 
-def test_who_fits_nowhere_goes_where_most_is_left() -> None:
+def test_a_sequence_that_fits_nowhere_goes_to_the_freest_member() -> None:
     assert place([PlacementView(1, 50, True)], members(3, 8, 5)) == {1: "w1"}
 
 
@@ -38,7 +38,7 @@ def test_equal_members_end_at_most_one_sequence_apart(blocks: list[int], member_
     assert max(held) - min(held) <= max(blocks, default=0)
 
 
-def test_who_was_chosen_for_a_member_goes_there() -> None:
+def test_a_sequence_chosen_for_a_member_goes_there() -> None:
     sequences = [PlacementView(i, blocks, True) for i, blocks in enumerate((5, 1, 4, 2))]
     chosen = {0: WorkerId("w1"), 2: WorkerId("w1")}
     assert place(sequences, members(10, 10), chosen) == {0: "w1", 2: "w1", 3: "w0", 1: "w0"}

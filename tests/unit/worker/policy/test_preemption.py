@@ -47,7 +47,7 @@ def test_a_caller_that_holds_little_keeps_it_while_another_holds_much() -> None:
 
 
 @given(MANY)
-def test_whoever_calls_the_first_in_order_of_service_is_never_the_victim(many: Many) -> None:
+def test_the_caller_of_the_first_in_order_of_service_is_never_the_victim(many: Many) -> None:
     views = views_of(many)
     first = min(range(len(views)), key=lambda i: (views[i].rank, views[i].arrival))
     assert choose_victim(views) != first
@@ -55,7 +55,7 @@ def test_whoever_calls_the_first_in_order_of_service_is_never_the_victim(many: M
 
 
 @given(MANY, st.integers(0, 3), st.integers(0, 2), st.integers(1, 9))
-def test_what_is_claimed_cannot_be_claimed_back(many: Many, caller: int, rank: int, need: int) -> None:
+def test_claimed_blocks_cannot_be_claimed_back(many: Many, caller: int, rank: int, need: int) -> None:
     views = views_of(many)
     found = claimed(views, caller, rank, need)
     left = [one for i, one in enumerate(views) if i not in found]

@@ -14,17 +14,17 @@ GIB = 1 << 30
         (180 * GIB, StepLimits(512, 8192, 512)),
     ],
 )
-def test_what_is_left_open_follows_from_the_device(gpu_bytes: int | None, expected: StepLimits) -> None:
+def test_unset_limits_follow_from_the_device(gpu_bytes: int | None, expected: StepLimits) -> None:
     assert step_limits(gpu_bytes) == expected
 
 
-def test_what_is_given_holds_and_the_rest_fits_to_it() -> None:
+def test_set_limits_hold_and_others_are_adapted() -> None:
     assert step_limits(None, sequences=700) == StepLimits(700, 700, 64)
     assert step_limits(79 * GIB, tokens=100) == StepLimits(100, 100, 100)
     assert step_limits(79 * GIB, sequences=8, tokens=9000, queued=3) == StepLimits(8, 9000, 3)
 
 
-def test_the_log_says_what_limits() -> None:
+def test_the_log_names_the_limits() -> None:
     limits = StepLimits(256, 2048, 256)
     said = limiting_factor(limits, 300_000, 8192)
     assert said == (

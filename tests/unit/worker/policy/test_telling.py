@@ -1,4 +1,6 @@
-"""A dispatcher with no tokens to receive gets a load report when routing would notice a change, not with every step."""
+"""A dispatcher that has no tokens to receive gets a load report only when routing would notice a change, not after
+every step.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +28,7 @@ BUSY = LoadReport(
 LATER_S = 4 * INTERVAL_S
 
 
-def test_whoever_has_heard_nothing_hears_at_once() -> None:
+def test_a_new_dispatcher_gets_a_report_at_once() -> None:
     assert is_due(None, BUSY, 0.0, 4, counts_more=False)
 
 
@@ -48,7 +50,7 @@ def test_a_step_that_changes_little_is_not_told_until_long_after() -> None:
         {"used_block_count": 90},
     ],
 )
-def test_what_routing_sees_is_told_once_in_an_interval(change: dict[str, int]) -> None:
+def test_changes_that_routing_sees_are_reported_once_per_interval(change: dict[str, int]) -> None:
     after = replace(BUSY, **change)  # pyright: ignore[reportArgumentType]
     assert is_due(BUSY, after, LATER_S, 4, counts_more=False)
     assert not is_due(BUSY, after, LATER_S, 5, counts_more=False), "more dispatchers must not raise the message rate"

@@ -33,14 +33,14 @@ def test_the_longer_contexts_are_the_fewer_run(context_tokens: int, count: int) 
 
 @pytest.mark.parametrize(("stage_count", "count"), [(1, 50), (2, 100), (4, 200)])
 def test_a_pipeline_computes_a_microbatch_for_each_stage_between_two_tokens(stage_count: int, count: int) -> None:
-    """Each stage has its share of the layers, so with that many sequences in each microbatch, a round takes as long as
-    a step with one stage.
+    """Each stage has its share of the layers, so if each microbatch has that many sequences, a round takes as long as a
+    step on one stage.
     """
     assert target(0.0601).place_count(TEN._replace(stage_count=stage_count), 1024) == count
 
 
 @given(st.integers(1, 300), st.integers(0, 5000))
-def test_a_step_of_decodes_takes_what_the_cost_model_says(count: int, prefix_tokens: int) -> None:
+def test_a_step_of_decodes_takes_the_cost_models_time(count: int, prefix_tokens: int) -> None:
     chunks = [Chunk(prefix_tokens, 1)] * count
     assert FULL.decodes_s(count, count * prefix_tokens) == pytest.approx(FULL.batch_cost_s(chunks))
     now = Decoders(count, count * prefix_tokens)
@@ -48,7 +48,7 @@ def test_a_step_of_decodes_takes_what_the_cost_model_says(count: int, prefix_tok
 
 
 def test_prompts_of_those_that_come_in_between_count() -> None:
-    """With answers of 100 tokens, one of 20 running requests ends every five steps, and its successor's prompt is
+    """With answers of 100 tokens, one of 20 running requests ends every five steps, and the prompt of its successor is
     computed.
     """
     turnover = Turnover(prompt_tokens=100, answer_tokens=100.0)
@@ -63,14 +63,14 @@ def test_prompts_of_those_that_come_in_between_count() -> None:
     assert made.place_count(TEN, 64) == 43  # each adds a hundredth of a 15 ms prompt
 
 
-def test_what_ended_long_ago_does_not_count() -> None:
+def test_requests_that_ended_long_ago_do_not_count() -> None:
     made = target(0.0605)
     for prompt_tokens in [1000] * 64 + [10] * 64:
         made.ended(prompt_tokens, 100)
     assert made.turnover == Turnover(10, 100.0)
 
 
-def test_one_may_always_run_and_any_number_where_no_cost_is_known() -> None:
+def test_one_sequence_may_always_run_and_any_number_without_known_costs() -> None:
     assert target(1e-9).place_count(Decoders(0, 0), 64) == 64  # no limit until the first runs
     assert target(1e-9).place_count(Decoders(1, 100), 64) == 1
     assert target(1e-9, None).place_count(TEN, 64) == 64

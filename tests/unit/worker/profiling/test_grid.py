@@ -1,4 +1,4 @@
-"""The measured batches stay within the limits and cover all kinds of served batches."""
+"""The measured batches stay within the limits and cover all kinds of batches that occur in service."""
 
 import random
 

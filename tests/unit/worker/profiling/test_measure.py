@@ -68,7 +68,7 @@ def test_every_kind_of_stage_is_measured_and_fitted(engine: Engine) -> None:
     engine.check()
 
 
-def test_a_time_limit_leaves_what_a_fit_needs(engine: Engine) -> None:
+def test_within_a_time_limit_enough_is_measured_for_a_fit(engine: Engine) -> None:
     measured, told = measured_and_told(engine, Options(batch_tokens=64, sequences=8, kv_tokens=1024, seconds=0.0))
     assert len(measured.samples) == 24
     assert told[-1] == (told[-1][1], told[-1][1])

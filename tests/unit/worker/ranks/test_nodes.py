@@ -1,4 +1,4 @@
-"""How the first host and the ranks on other hosts find each other. Real sockets, on a loopback address per host."""
+"""The first host and the ranks on other hosts find each other, over real sockets on a loopback address per host."""
 
 import socket
 import threading
@@ -66,7 +66,7 @@ def test_all_ranks_of_other_hosts_are_found_whoever_comes_first(nodes: Nodes, po
 
 def test_a_rank_that_is_started_again_takes_its_own_place(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
-    first = called(nodes, 2, "first", LANES[:2])  # and ends before its last lane
+    first = called(nodes, 2, "first", LANES[:2])  # this process ends before its last lane is connected
     again, other = called(nodes, 2, "again"), called(nodes, 3, "other")
     far = listener.result(WITHIN_S)
     assert far[2].session == "again"
@@ -110,7 +110,7 @@ def test_a_wrong_number_or_version_is_refused(
             listener.result(WITHIN_S)
 
 
-def test_who_does_not_speak_this_delays_nobody(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_callers_with_another_protocol_delay_no_one(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
     for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 1}\n', b"[1]\n", b""):
         with socket.create_connection(nodes.host_port) as stranger:

@@ -107,7 +107,7 @@ struct Sampling {
   const double* top_p;
   const double* min_p;
   const double* uniforms;  // in [0, 1)
-  i64* chosen;             // output: the token, or -1 if memory could not be allocated
+  i64* chosen;             // output: the sampled token, or -1 if memory could not be allocated
 };
 
 struct Table {

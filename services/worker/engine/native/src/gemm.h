@@ -81,7 +81,7 @@ struct Products<bf16, ROWS> {
   }
 };
 
-// O: the dtype of the results. `valid` of the two vectors' outputs exist, the others are padding.
+// O: the dtype of the results. The first `valid` outputs of the two vectors exist; the others are padding.
 template <class T, class O, int ROWS>
 __attribute__((noinline)) void tile(const T* a, i64 a_stride, const T* b, i64 inputs, O* out, i64 out_stride, i64 valid,
                                     const T* bias, bool add) {

@@ -82,7 +82,7 @@ void forget_all() {
 
 }  // namespace
 
-// Sets the number of computing threads, the caller included. Returns the number that could be had.
+// Sets the number of computing threads, the caller included. Returns the number that could be started.
 extern "C" __attribute__((visibility("default"))) i64 ballast_set_threads(i64 count) {
   int helpers = count < 1 ? 0 : count - 1 > kMaxHelpers ? kMaxHelpers : (int)count - 1;
   pthread_mutex_lock(&starting);

@@ -135,7 +135,7 @@ double nucleus_end(double* values, i64 count, double wanted) {
     double pivot = a > b ? (b > c ? b : (a > c ? c : a)) : (a > c ? a : (b > c ? c : b));
     i64 above = 0, below = count, i = 0;
     double mass = 0, equal = 0;
-    if (count > kMany) {  // many: with vectors, which keep only the side searched next
+    if (count > kMany) {  // many: use vectors, and keep only the values on the side to search next
       for (i = count; i % kWide; i++) values[i] = 0;
       vd larger = {}, same = {};
       for (i64 at = 0; at < count; at += kWide) {
@@ -187,7 +187,7 @@ struct Scratch {
 };
 
 #if defined(__AVX512F__)
-// Of one vector of logits, writes the token ids and values of those that are at least `limit`. Writes whole vectors.
+// Writes the token ids and values of the logits in one vector that are at least `limit`. Writes whole vectors.
 INLINE i64 keep(const float* p, float limit, i64 first, int32_t* tokens, float* values) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512 x = _mm512_loadu_ps(p);
