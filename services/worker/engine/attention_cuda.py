@@ -26,23 +26,35 @@ _MOST_PARTS = 32  # parts of a decode's context: 256 programs with 8 KV heads, t
 # Limits of a recorded step. Programs without a tile are cheap but not free; a program with several tiles loops over
 # them.
 _MOST_TILES, _LEAST_PROGRAMS, _PROGRAMS_PER_ROW = 8192, 64, 2
+Capability = tuple[int, int]  # (9, 0) is sm_90
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiling(NamedTuple):
-    """Tile sizes that fit into the registers and shared memory of sm_80 and sm_90."""
+    """Tile sizes that fit into the registers and shared memory of a multiprocessor."""
 
     decode_tokens: int  # context tokens per iteration in a decode-only step
     chunk_queries: int  # rows of a chunk's tile times query heads per KV head
     chunk_tokens: int
+    chunk_warps: int = 4
+    chunk_stages: int = 3
+    chunk_unmasked: bool = False  # most tiles need no mask: saves instructions, takes registers
 
 
-def tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+def tiling(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, capability: Capability) -> Tiling:
+    """Tile sizes for a GPU. Chunks get large tiles where registers and shared memory suffice: on sm_90 and sm_100, not
+    on sm_80, and not on sm_120, which has 99 KiB of shared memory.
+    """
     if dtype == torch.float32:
         return Tiling(32, 32 if head_dim <= 128 else 16, 32)
-    if head_dim <= 64:
-        return Tiling(32, 64, 64)
-    return Tiling(64, 64, 64) if head_dim <= 128 else Tiling(32, 32, 32)
+    if head_dim > 128:
+        return Tiling(32, 32, 32)
+    decode_tokens = 32 if head_dim <= 64 else 64
+    if capability[0] not in (9, 10):
+        return Tiling(decode_tokens, 64, 64)
+    # float8 is converted in registers, and heads of other sizes lack aligned addresses: more tokens would spill.
+    chunk_tokens = 64 if (kv_dtype == FP8 and head_dim > 64) or head_dim % 16 else 128
+    return Tiling(decode_tokens, 128, chunk_tokens, chunk_warps=8, chunk_stages=2, chunk_unmasked=True)
 
 
 class CudaAttention:
@@ -51,9 +63,20 @@ class CudaAttention:
     """
 
     def __init__(
-        self, head_count: int, kv_head_count: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        head_count: int,
+        kv_head_count: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        capability: Capability | None = None,
     ) -> None:
-        """Raises ConfigError if triton is not installed or the kernel does not support the dtype."""
+        """`kv_dtype`: of the KV cache, if not `dtype`. `capability`: of the GPU to tile for, if not the device's.
+
+        Raises ConfigError if triton is not installed or the kernel does not support the dtype.
+        """
         if dtype not in _DTYPES:
             raise ConfigError("dtype", f"{dtype} runs on the cpu device only, use float32, bfloat16 or float16 on cuda")
         try:
@@ -66,7 +89,7 @@ class CudaAttention:
         self._kv_head_count = kv_head_count
         self._head_dim = head_dim
         self._dtype = dtype
-        self._tiling = tiling(dtype, head_dim)
+        self._tiling = tiling(dtype, kv_dtype or dtype, head_dim, capability or _capability(device))
         self._device = device
 
     def prepare(self, step: PackedStep) -> "CudaAttentionStep":
@@ -150,6 +173,9 @@ class CudaAttention:
             "TILE_QUERIES": max(_MIN_DOT, power_of_two(rows * self._groups)),
             "TILE_TOKENS": self._tiling.chunk_tokens if chunks else self._tiling.decode_tokens,
             "SPLITS": not chunks,
+            "UNMASKED": chunks and self._tiling.chunk_unmasked,
+            "num_warps": self._tiling.chunk_warps if chunks else 4,
+            "num_stages": self._tiling.chunk_stages if chunks else 3,
             "PRECISION": "ieee" if self._dtype == torch.float32 else "tf32",
         }
 
@@ -356,9 +382,14 @@ def for_kernels(kv_B2TKH: torch.Tensor) -> torch.Tensor:
     return kv_B2TKH.view(torch.uint8) if kv_B2TKH.dtype == FP8 and not _has_fp8(kv_B2TKH.device) else kv_B2TKH
 
 
-@functools.cache
 def _has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and _capability(device) >= (8, 9)
+
+
+@functools.cache
+def _capability(device: torch.device) -> Capability:
+    """The device's compute capability. On a CPU, where kernels are interpreted, that of sm_100."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (10, 0)
 
 
 def power_of_two(value: int) -> int:

@@ -243,7 +243,8 @@ class BallastModel:
             sum_over_ranks=sum_over_ranks,
             products=InvariantProducts() if self.batch_invariant else linear,
         )
-        return model, own_attention(memory.pool.backend.device, self.config, self.dtype, self.attention_backend)
+        device, kv_dtype = memory.pool.backend.device, memory.kv.shape.dtype
+        return model, own_attention(device, self.config, self.dtype, kv_dtype, self.attention_backend)
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
         """No-op, since tests compare these classes with `transformers`."""
@@ -253,8 +254,12 @@ class BallastModel:
         return layout_for(self.device, self.kernels)
 
 
-def own_attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> AttentionBackend:
+def own_attention(
+    device: torch.device, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, name: str
+) -> AttentionBackend:
+    heads = (config.head_count, config.kv_head_count, config.head_dim)
     if device.type != "cuda":
-        return CpuAttention(config.head_count, config.kv_head_count, config.head_dim, dtype)
-    kind = FlashInferAttention if name == "flashinfer" else CudaAttention
-    return kind(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
+        return CpuAttention(*heads, dtype)
+    if name == "flashinfer":
+        return FlashInferAttention(*heads, dtype, device)
+    return CudaAttention(*heads, dtype, device, kv_dtype=kv_dtype)

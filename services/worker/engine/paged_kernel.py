@@ -61,6 +61,7 @@ def paged_attention(
     TILE_QUERIES: tl.constexpr,  # rows x GROUPS, padded
     TILE_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,  # True: tiles are decodes, whose contexts may be split
+    UNMASKED: tl.constexpr,  # True: a loop of its own, without masks, for the tokens that every row of a tile sees
     PRECISION: tl.constexpr,
 ):
     """Attention of tiles. One program per KV head and tile; with SPLITS a program loops over several tiles."""
@@ -71,13 +72,13 @@ def paged_attention(
             _attend(
                 tile, out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
                 table_width, scale, base_block, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES,
-                TILE_TOKENS, SPLITS, PRECISION,
+                TILE_TOKENS, SPLITS, UNMASKED, PRECISION,
             )  # fmt: skip
     else:
         _attend(
             tl.program_id(0), out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
             table_width, scale, base_block, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES,
-            TILE_TOKENS, SPLITS, PRECISION,
+            TILE_TOKENS, SPLITS, UNMASKED, PRECISION,
         )  # fmt: skip
 
 
@@ -103,6 +104,7 @@ def _attend(
     TILE_QUERIES: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNMASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
@@ -129,26 +131,21 @@ def _attend(
     best = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     gathered = tl.zeros([TILE_QUERIES, HEAD_PAD], tl.float32)
-    for start in range(context_from, context_to, TILE_TOKENS):
-        tokens = start + tl.arange(0, TILE_TOKENS)
-        present = tokens < context_to
-        blocks = tl.load(tables_ptr + table * table_width + tokens // BLOCK_TOKENS, mask=present, other=0)
-        k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
-        k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-        readable = present[:, None] & (dims < HEAD_DIM)[None, :]
-        k = from_kv(tl.load(kv_ptr + k_at, mask=readable, other=0.0), q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
-        visible = tokens[None, :] <= positions[:, None]
-        scores = tl.where(visible, scores, float("-inf"))
-        # Rows past the tile's end attend too, so that no row is ever all -inf.
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
-        v_at = k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM
-        v = from_kv(tl.load(kv_ptr + v_at, mask=readable, other=0.0), q.dtype)
-        gathered = gathered * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        total = total * shrink + tl.sum(weights, 1)
-        best = new_best
+    whole_to = context_from
+    if UNMASKED:
+        # Every row sees every token up to the first row's position.
+        whole_to = (first_position + 1) // TILE_TOKENS * TILE_TOKENS
+        for start in range(0, whole_to, TILE_TOKENS):
+            best, total, gathered = _take(
+                start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width,
+                kv_head, dims, scale * LOG2_E, base_block, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_TOKENS,
+                PRECISION, False,
+            )  # fmt: skip
+    for start in range(whole_to, context_to, TILE_TOKENS):
+        best, total, gathered = _take(
+            start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width, kv_head,
+            dims, scale * LOG2_E, base_block, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_TOKENS, PRECISION, True,
+        )  # fmt: skip
 
     result = gathered / total[:, None]
     part = -1
@@ -161,6 +158,56 @@ def _attend(
         heads_at = part.to(tl.int64) * KV_HEADS * GROUPS + query_heads
         tl.store(parts_ptr + heads_at[:, None] * HEAD_DIM + dims[None, :], result, mask=live)
         tl.store(weights_ptr + heads_at, best + tl.log2(total), mask=query_rows < rows)
+
+
+@triton.jit
+def _take(
+    start,
+    context_to,
+    q,
+    positions,
+    best,
+    total,
+    gathered,
+    kv_ptr,
+    table_ptr,
+    kv_head,
+    dims,
+    scale,
+    base_block,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,  # False: every row sees every one of these tokens
+):
+    """Attend to one tile of context tokens. Returns the updated best scores, total weights and gathered values."""
+    tokens = start + tl.arange(0, TILE_TOKENS)
+    readable = (dims < HEAD_DIM)[None, :]
+    if MASKED:
+        present = tokens < context_to
+        readable = present[:, None] & readable
+        blocks = tl.load(table_ptr + tokens // BLOCK_TOKENS, mask=present, other=0)
+    else:
+        blocks = tl.load(table_ptr + tokens // BLOCK_TOKENS)
+    k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
+    k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    v_at = k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM
+    is_whole: tl.constexpr = (not MASKED) and HEAD_DIM == HEAD_PAD
+    k = tl.load(kv_ptr + k_at) if is_whole else tl.load(kv_ptr + k_at, mask=readable, other=0.0)
+    scores = tl.dot(q, tl.trans(from_kv(k, q.dtype)), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
+    # Rows past the tile's end attend too, so that no row is ever all -inf.
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    shrink = tl.exp2(best - new_best)
+    weights = tl.exp2(scores * scale - new_best[:, None])
+    v = tl.load(kv_ptr + v_at) if is_whole else tl.load(kv_ptr + v_at, mask=readable, other=0.0)
+    v = from_kv(v, q.dtype)
+    gathered = gathered * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return new_best, total * shrink + tl.sum(weights, 1), gathered
 
 
 @triton.jit

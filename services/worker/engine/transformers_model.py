@@ -384,15 +384,16 @@ class TransformersModel:
             self._hf_config, self.dtype, memory.parameters, memory.kv, self._skeleton, self._division, kernels
         )
         slot = 2 * memory.kv.shape.kv_heads * memory.kv.shape.head_dim
-        return model, LayerAttention(self.kinds, slot, self._fast(kernels))
+        return model, LayerAttention(self.kinds, slot, self._fast(kernels, memory.kv.shape.dtype))
 
-    def _fast(self, kernels: Kernels | None) -> Any:
+    def _fast(self, kernels: Kernels | None, kv_dtype: torch.dtype) -> Any:
         kind = self.kinds[0]
         if kernels is not None:
             return PagedAttention(kernels)
         alike = all((k.heads, k.kv_heads, k.key_dim) == (kind.heads, kind.kv_heads, kind.key_dim) for k in self.kinds)
         if self._device.type == "cuda" and alike:
-            return CudaAttention(kind.heads, kind.kv_heads, kind.key_dim, self.dtype, self._device)
+            heads = (kind.heads, kind.kv_heads, kind.key_dim)
+            return CudaAttention(*heads, self.dtype, self._device, kv_dtype=kv_dtype)
         return None
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:

@@ -4,8 +4,11 @@ import contextlib
 import importlib
 import io
 import re
+import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,31 @@ class Compiled:
     spilled_bytes: int  # spilled from registers to memory
     registers: int  # per thread
     ptx: str
+    cubin: bytes
+
+    @property
+    def loop_instructions(self) -> int:
+        """Instructions of each thread in the shortest loop that multiplies matrices."""
+        tool = (
+            Path(importlib.import_module("triton").__file__ or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        )
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            told = subprocess.run([tool, "-c", file.name], check=True, capture_output=True, text=True).stdout
+        found: list[str] = []
+        labels: dict[str, int] = {}
+        lengths: list[int] = []
+        for line in told.splitlines():
+            if label := re.match(r"(\.L_x_\d+):", line):
+                labels[label[1]] = len(found)
+            if instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+                found.append(instruction[1])
+                back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+                body = found[labels[back[1]] :] if back and back[1] in labels else []
+                if any(re.search(r"MMA\b", each) for each in body):
+                    lengths.append(len(body))
+        return min(lengths)
 
 
 def compiled(kernel: Any, given: Mapping[str, str], constants: Mapping[str, Any], capability: int) -> Compiled:
@@ -43,7 +71,7 @@ def compiled(kernel: Any, given: Mapping[str, str], constants: Mapping[str, Any]
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said.getvalue())
     registers = re.findall(r"Used (\d+) registers", said.getvalue())
     assert spills, said.getvalue()
-    return Compiled(done.metadata.shared, sum(map(int, spills)), int(registers[0]), done.asm["ptx"])
+    return Compiled(done.metadata.shared, sum(map(int, spills)), int(registers[0]), done.asm["ptx"], done.asm["cubin"])
 
 
 def signatures(dtype: torch.dtype) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:

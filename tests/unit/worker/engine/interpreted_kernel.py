@@ -23,7 +23,7 @@ STEPS = {  # (tokens in the cache, tokens computed) of each sequence
     "decodes": [(0, 1), (3, 1), (16, 1), (150, 1)],
     "chunks": [(0, 9), (0, 40), (37, 34)],
     "split": [(1030, 1), (5, 1), (511, 1), (512, 1)],
-    "mixed": [(7, 1), (0, 12), (2, 1), (9, 6), (160, 1), (70, 33)],
+    "mixed": [(7, 1), (0, 12), (2, 1), (9, 6), (160, 1), (70, 33), (127, 9)],
 }
 HEADS = ((8, 2, 64), (6, 6, 80), (7, 1, 16))  # query heads, KV heads, head dim
 # TOLERANCES lacks bfloat16: the interpreter multiplies its bits as if they were integers.
@@ -32,7 +32,13 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
 def compare(
-    step: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    step: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    capability: tuple[int, int] = (9, 0),
 ) -> None:
     """Compares attention. The kernel's cache has NaN in every slot that no sequence owns."""
     torch.manual_seed(0)
@@ -47,7 +53,9 @@ def compare(
             slot = (table[token // BLOCK_TOKENS], slice(None), token % BLOCK_TOKENS)
             poisoned_B2TKH[slot] = clean_B2TKH[slot]
     on_cpu = CpuAttention(heads, kv_heads, head_dim, dtype)
-    kernel = CudaAttention(heads, kv_heads, head_dim, dtype, torch.device("cpu"))
+    kernel = CudaAttention(
+        heads, kv_heads, head_dim, dtype, torch.device("cpu"), kv_dtype=kv_dtype, capability=capability
+    )
     inputs = torch.randn(packed.row_count, heads + 2 * kv_heads, head_dim).to(dtype)
     outputs: list[torch.Tensor] = []
     for backend, kv_B2TKH in ((on_cpu, clean_B2TKH), (kernel, poisoned_B2TKH)):
@@ -156,6 +164,7 @@ if __name__ == "__main__":
             compare(step, *heads, torch.float32)
     for heads in HEADS:
         compare("mixed", *heads, torch.float16)
+    compare("mixed", *HEADS[0], torch.float16, capability=(8, 0))
     for dtype, (heads, kv_heads, head_dim) in itertools.product(TYPES, HEADS):
         compare_operations(model(heads, kv_heads, head_dim), dtype, torch.device("cpu"))
     for as_bytes in (True, False):

@@ -102,7 +102,9 @@ class SeenKernels:
 def as_on_a_gpu(record: Record) -> None:
     """Makes engines on the CPU use a GPU's kernels, and record with `record`."""
 
-    def attention(device: torch.device, config: Any, dtype: torch.dtype, name: str) -> CudaAttention:
+    def attention(
+        device: torch.device, config: Any, dtype: torch.dtype, kv_dtype: torch.dtype, name: str
+    ) -> CudaAttention:
         made = CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
         made._kernel, made._join = Seen(made._kernel, record), Seen(made._join, record)
         return made

@@ -68,7 +68,7 @@ def test_kernel_equals_cpu(
     caches: list[torch.Tensor] = []
     for where, backend in (
         (torch.device("cpu"), CpuAttention(heads, kv_heads, head_dim, dtype)),
-        (device, CudaAttention(heads, kv_heads, head_dim, dtype, device)),
+        (device, CudaAttention(heads, kv_heads, head_dim, dtype, device, kv_dtype=kv_dtype)),
     ):
         cache, moved = kv_B2TKH.clone().to(where), heads_all.to(where)
         out_TNH = torch.empty(packed.row_count, heads, head_dim, dtype=dtype, device=where)

@@ -158,7 +158,9 @@ def test_an_engine_says_the_same_with_flashinfer_and_nothing_is_recorded(
     model_dir = make_tiny("qwen3", tmp_path / "model", seed=7, layers=2, head_dim=64)
     runs: list[list[Job]] = []
 
-    def attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> FlashInferAttention:
+    def attention(
+        device: torch.device, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, name: str
+    ) -> FlashInferAttention:
         return FlashInferAttention(
             config.head_count, config.kv_head_count, config.head_dim, dtype, device, FakeFlashInfer()
         )

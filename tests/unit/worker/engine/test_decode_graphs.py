@@ -49,7 +49,9 @@ def test_ranks_record_and_replay_in_lockstep_over_a_drop() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env=environ)
 
 
-def attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, name: str) -> CudaAttention:
+def attention(
+    device: torch.device, config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, name: str
+) -> CudaAttention:
     return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
 
 

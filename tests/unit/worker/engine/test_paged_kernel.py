@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 import services.worker.engine.attention_cuda as attention_cuda
 from services.worker.core.batch import Slice
-from services.worker.engine.attention_cuda import CudaAttention, StagedDecodes, join_constants
+from services.worker.engine.attention_cuda import CudaAttention, StagedDecodes, join_constants, tiling
+from services.worker.engine.kv_dtype import FP8
 from services.worker.engine.operations import activation_constants, norm_constants, rotation_constants
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool
@@ -33,6 +35,27 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 STORED_FP8 = {80: "*u8", 90: "*fp8e4nv", 100: "*fp8e4nv"}  # by capability
 
 
+def constants_of(
+    capability: int,
+    dtype: torch.dtype,
+    groups: int,
+    head_dim: int,
+    *,
+    chunks: bool,
+    kv_dtype: torch.dtype | None = None,
+) -> Mapping[str, Any]:
+    attention = CudaAttention(
+        8 * groups,
+        8,
+        head_dim,
+        dtype,
+        torch.device("cuda"),
+        kv_dtype=kv_dtype,
+        capability=divmod(capability, 10),
+    )
+    return attention.constants(BLOCK_TOKENS, chunks=chunks)
+
+
 def compiled(
     capability: int, dtype: torch.dtype, groups: int, head_dim: int, *, chunks: bool, kv: str | None = None
 ) -> Compiled:
@@ -49,8 +72,9 @@ def compiled(
         "scale": "fp32",
         "base_block": "i32",
     }
-    attention = CudaAttention(8 * groups, 8, head_dim, dtype, torch.device("cuda"))
-    return compiled_kernel.compiled(kernel, given, attention.constants(BLOCK_TOKENS, chunks=chunks), capability)
+    kv_dtype = FP8 if kv else None
+    constants = constants_of(capability, dtype, groups, head_dim, chunks=chunks, kv_dtype=kv_dtype)
+    return compiled_kernel.compiled(kernel, given, constants, capability)
 
 
 def compiled_join(capability: int) -> Compiled:
@@ -73,15 +97,24 @@ def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_di
             assert kernel.spilled_bytes <= (32 if capability == 80 else 0), which
             if capability == 90 and chunks:
                 assert "wgmma.mma_async" in kernel.ptx, which
+            if chunks and (groups, head_dim) == (4, 128):
+                tile = constants_of(capability, torch.bfloat16, groups, head_dim, chunks=True)
+                threads, scores = 32 * tile["num_warps"], tile["TILE_QUERIES"] * tile["TILE_TOKENS"]
+                taken = kernel.loop_instructions * threads / scores
+                print(f"\nsm_{capability}: {taken:.2f} instructions for each score")
+                assert taken <= {80: 30.0, 90: 9.0, 100: 11.0}[capability]
 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
-@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 128), (torch.float32, 128), (torch.bfloat16, 256)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.float16, 128), (torch.float32, 128), (torch.bfloat16, 80), (torch.bfloat16, 100), (torch.bfloat16, 256)],
+)
 def test_other_formats_fit_as_well(capability: int, dtype: torch.dtype, head_dim: int) -> None:
     kernel = compiled(capability, dtype, 4, head_dim, chunks=True)
     assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability]
-    assert kernel.spilled_bytes == 0
+    assert kernel.spilled_bytes <= (176 if (capability, head_dim) == (80, 100) else 0)
 
 
 @pytest.mark.rotating
@@ -92,12 +125,41 @@ def test_kv_in_float8_fits_as_well(capability: int, head_dim: int) -> None:
         kernel = compiled(capability, torch.bfloat16, groups, head_dim, chunks=chunks, kv=STORED_FP8[capability])
         which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
         assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
-        assert kernel.spilled_bytes <= 64, which  # 0, except 40 on an H100 with 8 heads of 128 per KV head
+        assert kernel.spilled_bytes <= (40 if (capability, groups, head_dim, chunks) == (90, 8, 128, False) else 0), (
+            which
+        )
         assert ("e4m3x2" in kernel.ptx) == (capability >= 90), which
     fused = importlib.import_module("services.worker.engine.fused_kernels")
     given = signatures(torch.bfloat16)[1] | {"kv_ptr": STORED_FP8[capability]}
     constants = rotation_constants(32, BLOCK_TOKENS, 8, head_dim, has_norm=True)
     assert compiled_kernel.compiled(fused.rotate_and_write, given, constants, capability).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", [86, 120])
+def test_gpus_with_less_shared_memory_get_smaller_tiles(capability: int) -> None:
+    kernel = compiled(capability, torch.bfloat16, 4, 128, chunks=True)
+    assert kernel.shared_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "capability", "tile"),
+    [
+        (torch.bfloat16, 128, (9, 0), (128, 128)),
+        (torch.bfloat16, 128, (10, 3), (128, 128)),
+        (torch.bfloat16, 128, (8, 0), (64, 64)),
+        (torch.bfloat16, 128, (12, 0), (64, 64)),
+        (torch.bfloat16, 100, (9, 0), (128, 64)),
+        (torch.bfloat16, 256, (9, 0), (32, 32)),
+        (FP8, 64, (9, 0), (128, 128)),
+        (FP8, 128, (9, 0), (128, 64)),
+    ],
+)
+def test_tiles_of_prompts_are_as_large_as_registers_allow(
+    kv_dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    chosen = tiling(torch.bfloat16, kv_dtype, head_dim, capability)
+    assert (chosen.chunk_queries, chosen.chunk_tokens) == tile
+    assert chosen.chunk_unmasked == (capability[0] in (9, 10) and head_dim <= 128)  # sm_80 would spill
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
