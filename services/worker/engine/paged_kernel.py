@@ -195,7 +195,7 @@ def _take(
     k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
     k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
     v_at = k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM
-    is_whole: tl.constexpr = (not MASKED) and HEAD_DIM == HEAD_PAD
+    is_whole: tl.constexpr = (not MASKED) and HEAD_DIM == HEAD_PAD  # pyright: ignore[reportAssignmentType]
     k = tl.load(kv_ptr + k_at) if is_whole else tl.load(kv_ptr + k_at, mask=readable, other=0.0)
     scores = tl.dot(q, tl.trans(from_kv(k, q.dtype)), input_precision=PRECISION)
     if MASKED:
