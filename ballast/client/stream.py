@@ -168,7 +168,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
             try:
                 response = await self._try_each()
             except NotPossible as error:
-                why = f"{cut.why} after {progress.token_count} tokens, and nobody goes on: {error}"
+                why = f"{cut.why} after {progress.token_count} tokens, and no dispatcher could resume it: {error}"
                 raise Unavailable(cut.target, why) from error
             except (Unavailable, Overloaded, AlreadyExists) as error:
                 await self._patience.wait(error, cut)

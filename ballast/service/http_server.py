@@ -1,4 +1,4 @@
-"""uvicorn embedded in a service, which has its own event loop, signal handlers and shutdown."""
+"""Runs uvicorn inside a service that has its own event loop, signal handlers and shutdown."""
 
 import asyncio
 import socket

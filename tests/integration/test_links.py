@@ -185,7 +185,7 @@ def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) 
 
 
 def test_parameters_leave_time_to_others_and_are_not_waited_for(bench: Bench, shared_peer: PeerProcess) -> None:
-    plane = bench.open(background_share=0.001, chunk_bytes=8 * 1024)  # pauses for a thousand times its sending time
+    plane = bench.open(background_share=0.001, chunk_bytes=8 * 1024)  # pauses a thousand times as long as it sends
     link = bench.link(shared_peer, "w2")
     parameters = link.transfer(TrafficClass.PARAMETERS, [pattern(8 * MB, seed=1)], stream=1)
     shared_peer.call("wait", what="openings", count=1)

@@ -25,7 +25,7 @@ def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_choices_that_are_streamed_over_http_go_on(tmp_path: Path) -> None:
-    """Four choices of one request, spread over two dispatchers."""
+    """Killing a dispatcher changes no text of four choices of one request, spread over two dispatchers."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=2048)
     wanted = {
         "model": "tiny",

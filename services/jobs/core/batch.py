@@ -91,7 +91,7 @@ class JobBatch:
         """Return the batch as CANCELLING, or unchanged if it is already being cancelled.
 
         Raises:
-            NotPossible: the batch has ended, or is FINALIZING.
+            NotPossible: the batch has ended, or is FINALIZING without having been cancelled.
         """
         if self.state is BatchState.CANCELLING or (
             self.state is BatchState.FINALIZING and self.outcome is BatchState.CANCELLED

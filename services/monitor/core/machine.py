@@ -2,13 +2,13 @@
 changes it.
 
 An instance counts as lost:
-- after `lease_s` without a message. The planner is notified that there is no other evidence, and probes the instance
-  itself.
+- after `lease_s` without a message. Silence alone does not show that its process has ended, so the planner is told the
+  reason and probes the instance itself.
 - at once when its worker closes the stream on purpose.
 - when its stream is broken and its address refuses connections, which shows that the process has ended. A broken stream
   alone proves nothing, because the network may be at fault.
-- while a step of its engine does not end, because the process reports but does not serve. It is up again with the first
-  report after the step.
+- while a step of its engine hangs: the process still reports, but does not serve. It is up again with the first report
+  after the step.
 - when a newer incarnation of the same worker is known. Older incarnations are refused (I5).
 
 A monitor that has just become active knows no instance. For `warmup_s` it sends no SnapshotEnd, so that instances that

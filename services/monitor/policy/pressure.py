@@ -49,8 +49,8 @@ class PressureRules:
     # Subtracted from the threshold, this gives the fraction of the memory that must be used, or awaited on workers,
     # before an overload. An earlier drop gains nothing, and a pipeline is slower.
     arming_below_fraction: float = 0.05
-    # Fraction of the forecast demand that is freed in addition if the planner cannot compare layouts. If only a few
-    # groups were merged, all new requests would be routed to them and wait for computation.
+    # Margin added to the forecast demand if the planner cannot compare layouts, so that more groups are merged: if only
+    # a few were, all new requests would be routed to them and make them compute-bound.
     overload_margin_fraction: float = 0.25
     relief_after_s: float = 2.0  # minimum duration of low usage, as long as a trend
 

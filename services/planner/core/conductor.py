@@ -100,7 +100,7 @@ class Conductor:
     coordinator: Coordinator | None = None
     record: TransitionRecord | None = None  # record of the current transition
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
-    to_write: Journal | None = None  # journal to write that is not known to be stored yet
+    to_write: Journal | None = None  # journal whose write is pending or unconfirmed
     newest: Journal | None = None  # newest journal known to be, or to have been, stored
     failed: tuple[WorkerId, ...] = ()  # members that failed in the last transition, to be handled by the core
     prediction_log: PredictionLog = field(default_factory=PredictionLog)  # predictions and outcomes of decisions
@@ -551,7 +551,7 @@ class Conductor:
     # ------------------------------------------------------------ leadership
 
     def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[p.Command]:
-        """Continue with the stored journal, or with the remembered one if the state server has lost it."""
+        """Continue with the newer of the stored and the remembered journal: the state server may have lost writes."""
         journal = self._latest(stored, self.newest)
         self._give_up()
         self.newest = journal

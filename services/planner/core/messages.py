@@ -154,7 +154,7 @@ class InstanceProbed:
 class WorkerDrainRequested:
     at_s: float
     cause_id: str
-    request_id: str  # a repetition gets the same answer
+    request_id: str  # idempotency key: a retry with the same id gets the same answer
     worker_id: WorkerId
 
 

@@ -83,7 +83,7 @@ class StandIns:
     def __init__(self) -> None:
         self._seen: set[tuple[WorkerId, Incarnation]] = set()  # handled losses that are still in the layout
         self._lost: LostFollower | None = None
-        self._until_s = 0.0  # end of the current loss's wait
+        self._until_s = 0.0  # deadline for loads and a running transition before the current loss is handled
         self._load: ClusterLoad | None = None
         self._asked = False  # True: loads were requested for the current loss
 

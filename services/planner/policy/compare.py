@@ -73,7 +73,7 @@ class Evaluation:
     """A candidate and its prediction."""
 
     candidate: Candidate
-    prediction: Prediction  # for the middle future; see `_Evaluator.expect`
+    prediction: Prediction  # for the middle assumed duration; see `_Evaluator.expect`
     loss: float  # a lower bound for candidates that could not be chosen
 
     @property

@@ -251,7 +251,7 @@ class _Search:
         return times[_first_true(len(times) - 1, lambda i: self._completes(times[i], blocks))]
 
     def most_blocks(self, longest: float) -> int:
-        """Return the largest minimum of blocks among splits with no stage longer than `longest`; 0: there is none."""
+        """Return the most KV blocks that every stage can have if none takes longer than `longest`; 0: no such split."""
         blocks = self._blocks
         count = _first_true(len(blocks), lambda i: not self._completes(longest, blocks[i]))
         return blocks[count - 1] if count else 0

@@ -59,7 +59,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The target runs the sequence."""
+    """Confirms that the target has adopted the sequence. `with_kv`: with its KV; otherwise the target recomputes it."""
 
     migration_id: MigrationId
     with_kv: bool

@@ -285,7 +285,9 @@ class Mover:
                 self._is.asked.add((sequence_id, peer))
 
     def flush(self) -> list[KvRequest | Send]:
-        """Return the commands that request KV expected since the last call, and that send KV requested since then."""
+        """Return the commands that have become ready since the last call: requests for KV that this stage expects, and
+        sends of KV that a peer has requested and this stage may send.
+        """
         to_ask, self._is.to_ask = self._is.to_ask, {}
         to_begin, self._is.to_begin = self._is.to_begin, {}
         commands: list[KvRequest | Send] = [KvRequest(giver, tuple(ids)) for giver, ids in to_ask.items()]

@@ -248,8 +248,10 @@ class Scheduler(GroupCounts):
         bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """The online sequence, waiting or swapped out, to be admitted next: the first in the order of service, or the
-        first in its class whose caller holds much less than the caller of that first one.
+        """Return the next online sequence to admit, waiting or swapped out, in the order of service.
+
+        If the caller of the first waiting sequence holds far more blocks than another caller, the first sequence of the
+        same class from that other caller takes its place.
         """
         waiting = self.line.online
         if waiting is not None and len(self.line.callers) > 1:

@@ -39,7 +39,7 @@ class LayerRun:
     first: int
     last: int
     hidden: torch.Tensor | None = None  # input of the first layer of the range
-    final: torch.Tensor | None = None  # input of the part after the layers
+    final: torch.Tensor | None = None  # input of the final norm, if the last layer is not in the range
     attention: LayerAttentionStep | None = None
     layer: int = 0
     embedded: torch.Tensor | None = None

@@ -183,7 +183,7 @@ def _take(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every one of these tokens
 ):
-    """Attend to one tile of context tokens. Returns the updated best scores, total weights and gathered values."""
+    """Attend to some context tokens (online softmax). Returns updated maxima, sums of weights and unscaled outputs."""
     tokens = start + tl.arange(0, TILE_TOKENS)
     readable = (dims < HEAD_DIM)[None, :]
     if MASKED:

@@ -216,7 +216,6 @@ class TransformersCheckpoint:
         for alias in self._aliases(name):
             if (found := self._sources.get(alias)) is not None:
                 return found
-        # A split checkpoint tensor is listed only for the first tensor made from it.
         return []
 
     def _aliases(self, name: str) -> list[str]:

@@ -29,7 +29,7 @@ def gpu_index(device: str) -> int | None:
 
 
 def gpu_bytes(device: str) -> int | None:
-    """Return the GPU's total memory; None if there is no such GPU, which is reported when memory is opened."""
+    """Return the GPU's total memory; None for a CPU, or if there is no such GPU (opening the memory reports that)."""
     index = gpu_index(device)
     if index is None or index >= torch.cuda.device_count():
         return None

@@ -60,7 +60,7 @@ class BatchArrived(MemberEvent):
 
     @property
     def preempts(self) -> bool:
-        """True for a batch with online work, or that another stage has preempted."""
+        """True if the batch interrupts an offline step: it has online work, or another stage has preempted it."""
         return self.batch.failure == PREEMPTED or bool(self.batch.slices and not self.batch.safepoint_layers)
 
 

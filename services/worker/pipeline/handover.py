@@ -38,7 +38,7 @@ class Handover:
         self._final_counts: dict[WorkerId, int] = {}  # member -> its blocks once KV of dropped layers has been sent
         self._recomputed: tuple[SequenceId, ...] = ()  # on a new leader: sequences to be recomputed
         self._leading: Leading | None = None
-        self._lacking: set[SequenceId] = set()  # sequences that a stand-in cannot continue; leader: of all members
+        self._lacking: set[SequenceId] = set()  # that a stand-in cannot continue; leader: according to any member
 
     def begin(self) -> None:
         self._going, self._coming, self._told_counts, self._final_counts = {}, [], {}, {}

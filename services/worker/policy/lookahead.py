@@ -27,9 +27,9 @@ _ATTENTION = 0.8
 _AHEAD = 1  # microbatches in flight beyond one per stage; see `_Former._ahead_pays`
 _LEAST = 0.2  # an additional microbatch is formed if the fixed cost is at most this fraction of it
 _CRUMB = 0.1  # fraction by which a chunk may exceed its share in order to finish the prompt
-# Number of token counts between n and 2n for batches in which a prompt is split anyway. A CPU pads its matrix products
-# to these counts (`engine.kernels.padded_rows`), and a GPU to tiles. With other counts, 2 % of the rows are wasted
-# padding.
+# If a batch splits a prompt anyway, its number of tokens is rounded to one of this many values between n and 2n: a CPU
+# pads its matrix products to these values (`engine.kernels.padded_rows`), and a GPU to whole tiles. Without rounding,
+# 2 % of the rows are padding.
 _COUNTS_PER_OCTAVE = 16
 _OVERHEAD = 0.1  # maximum fraction of the fixed cost in a microbatch without decodes
 

@@ -70,7 +70,7 @@ def load_ranked(
     model_dir: Path = load_one.args[0]
     count = len(devices) if nodes is None else nodes.ranks
     told = load_one.keywords
-    choose_model(  # before any process is started
+    choose_model(  # raises for an unsupported model before any process is started
         model_dir,
         model_impl=told.get("model_impl", "auto"),
         dtype=told.get("dtype", "auto"),

@@ -111,7 +111,7 @@ def test_without_another_dispatcher_the_error_names_time_and_reason() -> None:
 def test_the_error_says_if_resuming_is_not_possible() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         other.refuse = [NotPossible("resuming is switched off here; send the request anew")]
-        with pytest.raises(Unavailable, match=r"after 2 tokens, and nobody goes on: .* send the request anew"):
+        with pytest.raises(Unavailable, match=r"after 2 tokens, and no dispatcher could resume it: .* anew"):
             await client.stream("x").collect()
 
     tell(story)
