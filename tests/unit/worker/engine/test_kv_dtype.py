@@ -118,7 +118,7 @@ def test_unsupported_settings_are_refused_before_loading(options: dict[str, str]
 
 def test_settings_that_cannot_be_are_refused_before_a_process_starts() -> None:
     given = ["--model", "m", "--kv-cache-dtype", FP8, "--attention-backend", "flashinfer"]
-    with pytest.raises(ConfigError, match="FlashInfer has not been tried with it"):
+    with pytest.raises(ConfigError, match="not with FlashInfer"):
         load_settings(WorkerSettings, given, {})
     assert load_settings(WorkerSettings, given[:4], {}).kv_cache_dtype == FP8
 
