@@ -248,10 +248,8 @@ class Scheduler(GroupCounts):
         bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """Return the next online sequence to admit, waiting or swapped out, in the order of service.
-
-        If the caller of the first waiting sequence holds far more blocks than another caller, the first sequence of the
-        same class from that other caller takes its place.
+        """Return the next online sequence to admit, waiting or swapped out, in the order of service. If the caller of
+        the first waiting one holds far more blocks than another caller, the latter's first of that class replaces it.
         """
         waiting = self.line.online
         if waiting is not None and len(self.line.callers) > 1:
