@@ -42,11 +42,10 @@ up: setup  ## a cluster on this machine: make up MODEL=DIR
 check: setup  ## lint, types, architecture, unit and property tests; the two halves at the same time
 	$(MAKE) --no-print-directory --jobs=2 check-static check-tests
 
-check-static: setup  ## lint, types, import contracts, links of the pages
+check-static: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(PY)
 	$(BIN)/lint-imports
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check-tests: setup
 	$(PYTEST) $(SPREAD) tests/property tests/unit

@@ -149,8 +149,8 @@ class GuardedSettings(Settings):
     cluster_secret_file: Path | None = None
     """File with the secret that all services of the cluster share."""
     insecure: CliImplicitFlag[bool] = False
-    """Listen on addresses other than loopback without authentication: everybody who reaches the port may do
-    everything."""
+    """Listen on addresses other than loopback without authentication: anyone who can reach the port has full
+    access."""
     log_level: LogLevel = "info"
     """Minimum level of logged messages."""
     log_format: LogFormat = "console"
@@ -231,8 +231,8 @@ class Security:
             raise ConfigError(
                 f"{self._role}.host",
                 f"{beyond} is reached from other machines, so this needs {' and '.join(lacking)} (`ballast certs` and"
-                " `ballast tokens` make the files, docs/security.md says how); or --insecure, which lets everybody"
-                " who reaches the port do everything",
+                " `ballast tokens` make the files, docs/security.md says how); or --insecure, which gives full"
+                " access to anyone who can reach the port",
             )
 
 

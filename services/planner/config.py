@@ -39,7 +39,7 @@ class PlannerSettings(ServiceSettings):
     """Policy when KV memory runs short: drop parameters if that is predicted to pay off (drop), preempt in the workers
     (recompute, swap), migrate requests between workers (migrate), or drop from the start (static-pipeline)."""
     pipeline_degree: int = Field(default=2, ge=2, le=64)
-    """With static-pipeline: instances of one pipeline. Choose the smallest number that leaves enough memory for KV."""
+    """With static-pipeline: instances per pipeline. Choose the smallest number that leaves enough memory for KV."""
     ttft_target_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """With drop: TTFT target in seconds; nothing is dropped to reduce TTFT below it. The prefill time of a long prompt
     is allowed in any case."""

@@ -219,9 +219,9 @@ def page_of(lines: list[dict[str, str]]) -> str:
         by.setdefault(line["verdict"], {}).setdefault(_called(line), []).append(line["type"])
     counts = {verdict: sum(map(len, groups.values())) for verdict, groups in by.items()}
     said = [
-        f"Of {len(lines)} of the {len(model_types())} model types of transformers {version('transformers')} with a",
-        "causal language model, or one of text and images, each as a small random checkpoint (`make model-types`):",
-        f"{counts.get('equal', 0)} equal,",
+        f"{len(lines)} of the {len(model_types())} model types of transformers {version('transformers')} that have a",
+        "causal language model, or one of text and images, were compared with it as small random checkpoints",
+        f"(`make model-types`): {counts.get('equal', 0)} equal,",
         f"{counts.get('wrong', 0)} wrong, {counts.get('refused', 0)} refused before anything starts,",
         f"{counts.get('refused at load', 0)} refused when loaded, {counts.get('not compared', 0)} not compared.",
         "",

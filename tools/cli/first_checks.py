@@ -39,7 +39,7 @@ def check_host(args: argparse.Namespace) -> None:
     """Raise ConfigError if other machines can reach `--host`, and neither `--secure` nor `--insecure` is given."""
     if args.secure is None and not args.insecure and not is_loopback(args.host):
         why = f"{args.host} is reached from other machines: --secure DIR makes certificates and a token, and uses them;"
-        raise ConfigError("--host", f"{why} --insecure lets everybody who reaches it do everything")
+        raise ConfigError("--host", f"{why} --insecure gives full access to anyone who can reach it")
 
 
 def check_ports(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 changes it.
 
 An instance counts as lost:
-- after `lease_s` without a message. Silence alone does not show that its process has ended, so the planner is told the
+- after `lease_s` without a message. Silence alone does not show that its process has ended, so the planner receives the
   reason and probes the instance itself.
 - at once when its worker closes the stream on purpose.
 - when its stream is broken and its address refuses connections, which shows that the process has ended. A broken stream

@@ -95,13 +95,21 @@ def test_the_readme_is_short_and_begins_with_the_picture() -> None:
     assert re.match(r"!\[.+\]\(docs/pictures/.+\.png\)", lines[2])
 
 
+def test_the_readme_counts_model_types_as_the_page_of_models_does() -> None:
+    counts = re.search(r"(\d+) of (\d+) model types", " ".join((ROOT / "README.md").read_text().split()))
+    assert counts is not None
+    page = (DOCS / "your-model.md").read_text()
+    assert f"{counts[1]} equal" in page
+    assert f"{counts[2]} of the " in page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "index.html").read_text()
