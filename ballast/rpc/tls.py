@@ -106,7 +106,7 @@ class Handshakes:
             if len(self._known) > _MOST_CONNECTIONS:
                 self._known.popitem(last=False)
             if self._begun_s:
-                self._begun_s.popleft()
+                self._begun_s.pop()  # the latest: new connections must not renew the time of an older, failed handshake
 
     @property
     def failed_count(self) -> int:

@@ -56,8 +56,6 @@ def choose_model(
             raise ConfigError(name, f"{value!r} is not supported; use one of {', '.join(known)}")
     if attention_backend != "auto" and gpu_index(device) is None:
         raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
-    if adapted and peers is not None and peers.count > 1:
-        raise ConfigError("lora_modules", "adapters are not divided among ranks; use --tensor-parallel-size 1")
     batch_invariant = batch_invariant and gpu_index(device) is not None
     if attention_backend == "flashinfer" and kv_dtype(kv_cache_dtype, torch.bfloat16) == FP8:
         raise ConfigError("kv_cache_dtype", "FlashInfer has not been tried with it: use --attention-backend auto")
