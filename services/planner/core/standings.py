@@ -51,8 +51,6 @@ class Standings:
             return f"{event.worker_id} is not in the layout; `ballast status` lists its instances"
         if not event.away or known.away:
             return ""
-        if self.membership.model is not None and self.membership.model.tensor_parallel_size > 1:
-            return "an instance of several ranks cannot be parked: drain it"
         if known.placeable.draining:
             return f"{event.worker_id} is draining"
         if len(group.members) > 1:
