@@ -70,6 +70,12 @@ class Standings:
         known.stand()
         return True
 
+    def refused(self, event: p.ParkRefused) -> bool:
+        """Let an instance that cannot be parked serve again. Returns True if that is a change."""
+        known = self.membership.known.get(event.worker_id)
+        is_same = known is not None and known.placeable.incarnation == event.incarnation
+        return is_same and self.put(event.worker_id, away=False)
+
     def help_out(self, layout: Layout) -> bool:
         """Make leaving instances or a parked one serve again if no instance serves. Returns True if one will."""
         members = [m for group in layout.groups for m in group.members]
