@@ -144,7 +144,6 @@ def test_an_unknown_adapter_is_refused(running: RunningCluster) -> None:
         (["a={poet}", "a={poet}"], "names 'a' twice"),
         (["a=/nowhere"], "a LoRA adapter is a folder with adapter_config.json"),
         (["a={dora}"], "use_dora: True is not supported"),
-        (["a={poet}", "--kernels", "native"], "native kernels compute no LoRA adapters"),
     ],
 )
 def test_up_refuses_before_it_starts_a_process(
