@@ -51,6 +51,9 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
                 response = collected if request.collect else pb.GenerateResponse(request_id=request.request_id)
                 response.token_ids.append(index)
                 response.text += f"t{index} "
+                if request.sampling.HasField("logprobs"):
+                    token = cluster_pb2.TokenLogprob(token_id=index, logprob=-0.5, token=b"\xf0\x9f")
+                    response.logprobs.add(chosen=token)
                 if index == self.tokens - 1 and not self.end_early:
                     response.finish_reason = cluster_pb2.FINISH_REASON_LENGTH
                     response.usage.CopyFrom(pb.Usage(prompt_token_count=5, completion_token_count=self.tokens, seed=7))
