@@ -27,6 +27,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         self.die_after: int | None = None  # tokens before UNAVAILABLE, as if the process had been killed
         self.end_early = False  # ends with OK, but without a finish reason
         self.pause_s = 0.0  # before each token
+        self.status_pause_s = 0.0  # before its status
         self.requests: list[pb.GenerateRequest] = []
         self.abandoned = asyncio.Event()  # set when a caller disconnects during an answer
         self.running: dict[str, asyncio.Event] = {}  # request id -> set when cancelled by id
@@ -96,6 +97,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         return pb.GetModelInfoResponse(model=self.status.model)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        await asyncio.sleep(self.status_pause_s)
         return self.status
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:

@@ -19,12 +19,14 @@ from typing import Any
 import grpc
 import pytest
 
+from ballast.client import Client
 from ballast.common.extras import DISTRIBUTION
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving_in_thread, worker_status
 from tools.cli import checks
 from tools.cli.checks import Verdict
+from tools.cli.looks import query_dispatchers
 from tools.cli.main import _COMMANDS, build_parser, main
 from tools.dashboard.watched import describe
 
@@ -411,6 +413,38 @@ def test_a_token_may_end_with_a_line_break(
     monkeypatch.setenv("BALLAST_TOKEN", "a\nb")
     assert main(["generate", "x"]) == 2
     assert "printable ASCII" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["up", "--model", "org/name", "--tensor-parallel-size", "x"], "tensor_parallel_size"),
+        (["up", "--model", "org/name", "--lora-modules", "x"], "--lora-modules"),
+        (["up", "--lora-modules", "x"], "--lora-modules"),
+        (["scale", "--listen", "127.0.0.1:99999", "--secret-file", "x", "--", "x", "{wanted}"], "--listen"),
+        (["model", "context", "--model", "Qwen2.5-14B", "--gpu", "L4", "--gpus-per-instance", "-1"], "--gpus-per"),
+        (["model", "make-tiny", "--out", "nowhere", "--seed", "-1"], "seed"),
+    ],
+)
+def test_a_wrong_value_is_a_usage_error_before_any_work(
+    command: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_model(*_: Any, **__: Any) -> None:
+        pytest.fail("the model is downloaded")
+
+    monkeypatch.setattr("tools.cli.up.find_model", find_model)
+    assert main(command) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_dispatcher_that_does_not_answer_in_time_hides_no_other(dispatcher: ScriptedDispatcher) -> None:
+    with serving_in_thread("d1") as (stuck, address):
+        stuck.status_pause_s = 5.0
+        addresses = [os.environ["BALLAST_ADDRESS"], address]
+        with Client(addresses, call_timeout_s=0.5) as client:
+            [first, second] = query_dispatchers(client).dispatchers
+        assert (first.dispatcher_id, first.error) == ("d0", "")
+        assert (second.address, second.error) == (address, "no answer in time")
 
 
 # ---------------------------------------------------------------- batch

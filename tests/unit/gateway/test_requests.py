@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 
+from ballast.client import FinishReason, Generation, GenerationChunk, Logprobs, TokenLogprob, Usage
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import GrammarKind, PriorityClass
 from services.gateway.errors import Failure, failure_of
+from services.gateway.openai.chat import Head, Wishes
+from services.gateway.openai.completion import CompletionWriter
 from services.gateway.openai.messages import messages_for_template
-from services.gateway.openai.requests import UNSUPPORTED, ChatRequest, CompletionRequest, parse, refuse_unsupported
+from services.gateway.openai.requests import (
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    UsageWish,
+    parse,
+    refuse_unsupported,
+)
 from services.gateway.openai.responses import ResponsesRequest
 from services.gateway.openai.sampling import priority_of
 from services.gateway.openai.structure import form_of
@@ -124,6 +134,7 @@ def test_a_response_follows_vllms_fields_and_the_service_tier() -> None:
     request = response(**values, service_tier="flex")
     assert {name: getattr(request, name) for name in values} == values
     assert priority_of(request) is PriorityClass.BATCH
+    assert priority_of(response(priority="batch")) is PriorityClass.BATCH  # as the jobs service sends
     for name in ("vllm_xargs", "kv_transfer_params"):
         with pytest.raises(Failure, match=name):
             refuse_unsupported(response(**{name: {"a": 1}}))
@@ -166,6 +177,30 @@ def test_a_schema_that_is_nested_too_deeply_is_the_clients_mistake() -> None:
     with pytest.raises(RecursionError) as caught:
         form_of({"type": "json_schema", "json_schema": {"schema": schema}}, None)
     assert failure_of(caught.value).status == 400
+
+
+def test_offsets_in_a_stream_equal_those_of_a_whole_answer_although_its_text_lags() -> None:
+    usage = Usage(prompt_token_count=1, completion_token_count=3, replay_count=0, queue_s=0, ttft_s=0, e2e_s=0, seed=1)
+    wishes = Wishes(logprobs=True, usage=UsageWish.NONE, token_ids=False)
+    positions = [Logprobs(TokenLogprob(token_id, -1.0, text), ()) for token_id, text in enumerate((b"He", b"ll", b"o"))]
+
+    def offsets(choice: Any) -> list[int]:
+        return choice["logprobs"]["text_offset"]
+
+    def writer() -> CompletionWriter:
+        return CompletionWriter(Head(id="cmpl-a", created=0, model="m"), wishes, [""], 1)
+
+    ended: Any = {"finish_reason": FinishReason.STOP, "usage": usage}
+    tokens = (0, 1, 2)
+    given: Any = {"request_id": "a", "text": "Hello", "token_ids": tokens, "logprobs": tuple(positions), **ended}
+    whole: Any = writer().complete([Generation(**given, matched_stop=None)])
+    stream, streamed = writer(), list[int]()
+    for token_id, text in zip(tokens, ("", "", "Hello"), strict=True):  # as with stop strings
+        more: Any = ended if text else {}
+        part: Any = {"token_ids": (token_id,), "logprobs": (positions[token_id],), **more}
+        event = stream.chunk(0, GenerationChunk(request_id="a", text=text, **part))
+        streamed += offsets(json.loads(event[6:])["choices"][0])
+    assert streamed == offsets(whole["choices"][0]) == [0, 2, 4]
 
 
 def test_completions_call_their_field_logprobs() -> None:
