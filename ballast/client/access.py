@@ -41,7 +41,8 @@ class Access:
         BALLAST_CA_FILE, BALLAST_TLS (1 or 0). `tls_dir` is always BALLAST_TLS_DIR. An empty token means none.
 
         Raises:
-            ConfigError: BALLAST_TLS has another value, or `tls` contradicts `ca_file`.
+            ConfigError: BALLAST_TLS has another value, `tls` contradicts `ca_file`, or the token has a character that
+                is invalid in headers.
         """
         switch = os.environ.get(TLS, "")
         if switch not in _SWITCH:
@@ -51,7 +52,7 @@ class Access:
         if tls is False and ca_file is not None:
             raise ConfigError("ca_file", "is given, so calls must use TLS")
         return cls(
-            token=(os.environ.get(TOKEN) if token is None else token) or None,
+            token=_checked((os.environ.get(TOKEN, "") if token is None else token).strip()) or None,
             ca_file=_path(file) if tls is not False else None,
             tls=tls,
             tls_dir=_path(folder),
@@ -100,6 +101,12 @@ class Access:
         credentials = trusting(self.ca_file) if self.tls_dir is None else TlsFolder(self.tls_dir).channel_credentials()
         options = (("grpc.ssl_target_name_override", f"{role}.ballast"),)
         return grpc.secure_channel(address, credentials, options=options)
+
+
+def _checked(token: str) -> str:
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError("token", f"must have only printable ASCII characters ({TOKEN})")
+    return token
 
 
 def _path(name: "str | Path | None") -> "Path | None":

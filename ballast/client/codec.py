@@ -42,7 +42,7 @@ def request_to_proto(
     """Make the message of a request. Raises InvalidRequest unless there is exactly one well-formed prompt."""
     require_one_prompt(prompt=prompt, token_ids=token_ids, messages=messages)
     request = pb.GenerateRequest(
-        request_id=request_id,
+        request_id=checked_text("request_id", request_id),
         sampling=codec.SAMPLING.message(sampling),
         priority=codec.PRIORITY.number_of[priority],
         omit_text=not include_text,

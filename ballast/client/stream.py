@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     Call = UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
+_LONGEST_S = 1e8  # limit on deadlines, as gRPC ends calls with extremely long ones at once
 
 Metadata = Mapping[str, str]
 
@@ -72,7 +73,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         self.resume_count = 0
         self._endpoints = endpoints
         self._request = request
-        self._give_up_at_s = None if deadline_s is None else time.monotonic() + deadline_s
+        self._give_up_at_s = None if deadline_s is None else time.monotonic() + min(deadline_s, _LONGEST_S)
         self._connect_timeout_s = connect_timeout_s
         self._metadata = to_pairs(metadata)
         self._retry = retry

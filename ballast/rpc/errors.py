@@ -132,7 +132,7 @@ def asking(target: str) -> Generator[None]:
 def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
     """The error that the server raised, or the closest one if the status has no details of a BallastError.
 
-    `target` names the server in `Unavailable` and `PeerViolation`.
+    `target` names the server in `Unavailable`, `PeerViolation` and gRPC's own `DeadlineExceeded`.
     """
     # grpc.aio's error has the same methods without being a grpc.Call.
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
@@ -153,7 +153,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
                 return errors.InvalidRequest("request", f"{message} (max_message_bytes of the receiver)")
             return errors.Overloaded(message, 1.0)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return errors.DeadlineExceeded(message)
+            return errors.DeadlineExceeded(f"{target}: no answer in time")
         case grpc.StatusCode.CANCELLED:
             return errors.Cancelled(message)
         case grpc.StatusCode.UNAUTHENTICATED:

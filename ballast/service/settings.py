@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource
+from pydantic_settings import BaseSettings, CliSettingsSource, EnvSettingsSource, SettingsError
 
 from ballast.common.errors import ConfigError
 from ballast.service.redact import redact
@@ -78,7 +78,7 @@ def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> d
 
 
 def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
-    """The values of the flags in `argv`, not yet validated."""
+    """The values of the flags in `argv`, not yet validated. Raises ConfigError for a flag without its NAME=VALUE."""
     prefix = f"BALLAST_{settings.service.upper()}__"
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{settings.service}",
@@ -87,15 +87,18 @@ def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
         epilog=f"--config FILE or BALLAST_CONFIG: a YAML file with the same settings. Each is also a variable:"
         f" {prefix}LOG_LEVEL=debug. Flags beat variables, which beat the file.",
     )
-    source = CliSettingsSource[argparse.ArgumentParser](
-        cast(type[BaseSettings], _with_flags(settings)),
-        cli_parse_args=list(argv),
-        cli_kebab_case=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        cli_shortcuts={name: [short] for name, short in settings.short_flags.items()},
-        root_parser=parser,
-    )
+    try:
+        source = CliSettingsSource[argparse.ArgumentParser](
+            cast(type[BaseSettings], _with_flags(settings)),
+            cli_parse_args=list(argv),
+            cli_kebab_case=True,
+            cli_avoid_json=True,
+            cli_hide_none_type=True,
+            cli_shortcuts={name: [short] for name, short in settings.short_flags.items()},
+            root_parser=parser,
+        )
+    except SettingsError as error:
+        raise ConfigError(settings.service, f"a flag must be NAME=VALUE: {error}") from error
     return source()
 
 

@@ -122,7 +122,7 @@ class PromptEncoder:
 
     async def _encode(self, field: str, text: str, longest: int | None, *, add_special_tokens: bool) -> Sequence[int]:
         if longest is not None and len(text) > longest * self._longest_token_chars:
-            why = f"has {len(text)} characters, but the {longest} tokens that fit (max_model_len) have"
+            why = f"has {len(text)} characters, but the {longest} tokens that fit (max_model_len {longest + 1}) have"
             raise InvalidRequest(field, f"{why} at most {longest * self._longest_token_chars}")
         try:
             if len(text) <= _THREAD_CHARS:

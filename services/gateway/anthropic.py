@@ -20,6 +20,7 @@ from services.gateway.openai.writing import dumps
 Block = dict[str, Any]
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_THINKS = {"enabled": True, "disabled": False}
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -63,7 +64,6 @@ class MessagesRequest(BaseModel):
             raise invalid("max_tokens", "is missing", code="missing_required_parameter")
         messages, choice, output = self._messages(), self.tool_choice or {}, self.output_config or {}
         goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
-        thinks = {"enabled": True, "disabled": False}.get((self.thinking or {}).get("type", ""))
         try:
             return ChatRequest(
                 model=self.model,
@@ -81,7 +81,7 @@ class MessagesRequest(BaseModel):
                 parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
                 response_format=_format(output.get("format")),
                 chat_template_kwargs=self.chat_template_kwargs,
-                enable_thinking=thinks,
+                enable_thinking=_THINKS.get(str((self.thinking or {}).get("type"))),
                 reasoning_effort=output.get("effort"),
                 continue_final_message=goes_on or None,
             )
@@ -144,7 +144,7 @@ def _turn(field: str, message: Message) -> list[Message]:
                 text = _text(f"{place}.content", "" if result is None else result)
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
             case "tool_use":
-                function = {"name": block.get("name"), "arguments": dumps(block.get("input") or {})}
+                function = {"name": block.get("name"), "arguments": block.get("input")}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "thinking":
                 thought += str(block.get("thinking", ""))
@@ -197,9 +197,10 @@ def _choice(choice: Block) -> str | Block | None:
         return None
     if choice.get("type") == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") not in _CHOICES:
+    kind = str(choice.get("type"))
+    if kind not in _CHOICES:
         raise invalid("tool_choice", "must be of type auto, any, tool or none")
-    return _CHOICES[choice["type"]]
+    return _CHOICES[kind]
 
 
 def _format(given: object) -> Block | None:

@@ -126,7 +126,8 @@ def build_app(
     for path in ("/v1/files", "/v1/batches"):
         handed_on = door.handing_on(path, jobs)
         routes += [Route(path, handed_on), Route(f"{path}/{{rest:path}}", handed_on)]
-    direct = {(method, path): route.endpoint for (method, path, _, _), route in zip(served, routes, strict=False)}
+    pairs = zip(served, routes, strict=False)
+    direct = {(method, path): route.endpoint for (method, path, _, _), route in pairs if "{" not in path}
     return _App(direct, routes=routes, exception_handlers={HTTPException: on_http_error})
 
 

@@ -10,7 +10,6 @@ from ballast.service.failures import Failure, invalid
 _PARAMS = {
     "sampling.max_tokens": "max_tokens",
     "sampling.grammar": "response_format",
-    "sampling.logprobs": "top_logprobs",
     "conversation": "messages",
     "conversation.messages": "messages",
     "text": "prompt",
@@ -43,6 +42,8 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(404, "invalid_request_error", "not_found", str(error))
         case errors.NotPossible() | errors.NotActive() | errors.StaleEpoch():
             return Failure(409, "invalid_request_error", "not_possible", str(error))
+        case RecursionError():
+            return invalid(None, "the body is nested too deeply", code="invalid_json")
         case errors.BallastError():
             return Failure(500, "server_error", "internal_error", str(error))
         case _:

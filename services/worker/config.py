@@ -188,8 +188,6 @@ class WorkerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _can_be_adapted(self) -> Self:
-        if self.lora_modules and self.tensor_parallel_size > 1:
-            raise ValueError("lora_modules: adapters need --tensor-parallel-size 1")
         if self.lora_modules and self.engine == "emulated":
             raise ValueError("lora_modules: an emulated engine computes no adapters")
         return self

@@ -1,15 +1,20 @@
 """LoRA adapters: each generates the tokens of its merged dense model, also with several adapters in one batch."""
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
 from ballast.service.tokenizer import load_tokenizer
 from services.worker.engine.load import Engine, load_engine
+from services.worker.ranks.channel import RankLog
+from services.worker.ranks.load import load_ranked
 from tests.golden.conftest import CheckpointMaker
 from tests.support.adapters import merged, write_adapter
 from tests.support.engine import GREEDY, Job, generate
@@ -23,8 +28,12 @@ LOGPROBS = replace(GREEDY, logprobs=2)
 EXACT = 1e-9  # tolerance in float64
 
 
-def load(folder: Path, dtype: str, adapters: dict[str, Path] | None = None, model_impl: str = "auto") -> Engine:
-    return load_engine(
+@contextlib.contextmanager
+def load(
+    folder: Path, dtype: str, adapters: dict[str, Path] | None = None, model_impl: str = "auto", ranks: int = 1
+) -> Generator[Engine]:
+    load_one = partial(
+        load_engine,
         folder,
         dtype=dtype,
         device_memory_bytes=16 << 20,
@@ -33,6 +42,16 @@ def load(folder: Path, dtype: str, adapters: dict[str, Path] | None = None, mode
         model_impl=model_impl,
         kernels="auto" if adapters else "torch",
     )
+    if ranks == 1:
+        with load_one(device="cpu") as engine:
+            yield engine
+        return
+    ranked = load_ranked(load_one, ["cpu"] * ranks, RankLog())
+    try:
+        with ranked.engine:
+            yield ranked.engine
+    finally:
+        ranked.crew.close()
 
 
 def jobs_of(names: Sequence[str], output_count: int = 12) -> list[Job]:
@@ -42,7 +61,7 @@ def jobs_of(names: Sequence[str], output_count: int = 12) -> list[Job]:
     ]
 
 
-def check(model_dir: Path, tmp_path: Path, dtype: str, model_impl: str = "auto") -> None:
+def check(model_dir: Path, tmp_path: Path, dtype: str, model_impl: str = "auto", ranks: int = 1) -> None:
     adapters = {
         "all": write_adapter(tmp_path / "all", model_dir, rank=3, alpha=7, seed=1),
         "attention": write_adapter(
@@ -54,7 +73,7 @@ def check(model_dir: Path, tmp_path: Path, dtype: str, model_impl: str = "auto")
     }
     names = ("", *adapters)
     jobs = jobs_of(names)
-    with load(model_dir, dtype, adapters, model_impl) as engine:
+    with load(model_dir, dtype, adapters, model_impl, ranks) as engine:
         assert [one.name for one in engine.info.adapters] == sorted(adapters)
         generate(engine, jobs, at_once=9, chunk_tokens=11)
     outputs = {name: [job for job in jobs if job.sampling.adapter == name] for name in names}
@@ -81,8 +100,18 @@ def test_tokens_are_those_of_the_merged_model(
     check(checkpoint(arch, False), tmp_path, dtype)
 
 
+def test_ranks_divide_the_adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    check(checkpoint("qwen2", False), tmp_path, "float64", ranks=2)
+
+
 def test_a_model_of_transformers_is_adapted_too(tmp_path: Path) -> None:
-    check(write_family("gemma2", tmp_path / "family"), tmp_path, "float64", "transformers")
+    folder = write_family("gemma2", tmp_path / "family")
+    check(folder, tmp_path, "float64", "transformers")
+    with (
+        pytest.raises(ConfigError, match="lora_modules: transformers computes this model"),
+        load(folder, "float64", {"all": tmp_path / "all"}, ranks=2),
+    ):
+        pass
 
 
 def test_equal_prompts_of_different_adapters_share_no_kv(checkpoint: CheckpointMaker, tmp_path: Path) -> None:

@@ -144,7 +144,6 @@ def test_an_unknown_adapter_is_refused(running: RunningCluster) -> None:
         (["a={poet}", "a={poet}"], "names 'a' twice"),
         (["a=/nowhere"], "a LoRA adapter is a folder with adapter_config.json"),
         (["a={dora}"], "use_dora: True is not supported"),
-        (["a={poet}", "--tensor-parallel-size", "2"], "adapters need --tensor-parallel-size 1"),
     ],
 )
 def test_up_refuses_before_it_starts_a_process(
@@ -159,16 +158,25 @@ def test_up_refuses_before_it_starts_a_process(
     assert "starting" not in ended.stderr
 
 
-def test_up_hands_adapters_on(model: Path, adapters: dict[str, Path]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_up_hands_adapters_on(
+    ranks: int, model: Path, adapters: dict[str, Path], expected: dict[str, list[tuple[int, ...]]]
+) -> None:
     modules = [f"{name}={folder}" for name, folder in adapters.items()]
-    command = [*BALLAST, "up", "--model", str(model), "--port", "0", "--workers", "1"]
+    command = [*BALLAST, "up", "--model", str(model), "--port", "0", "--workers", "1", "--dtype", "float64"]
+    command += ["--tensor-parallel-size", str(ranks)]
     with subprocess.Popen([*command, "--lora-modules", *modules], stdout=subprocess.PIPE, text=True) as up:
         try:
             assert up.stdout is not None
             line = up.stdout.readline()
             url = line.partition(" at ")[2].partition(",")[0]
-            answer = openai.OpenAI(base_url=url, api_key="none").models.list()
-            assert [one.id for one in answer] == ["tiny", "clerk", "poet"], json.dumps(line)
+            served = openai.OpenAI(base_url=url, api_key="none")
+            assert [one.id for one in served.models.list()] == ["tiny", "clerk", "poet"], json.dumps(line)
+            told = {"ignore_eos": True, "return_token_ids": True}
+            answer: Any = served.completions.create(
+                model="poet", prompt=PROMPTS[1], max_tokens=20, temperature=0, extra_body=told
+            )
+            assert tuple(answer.choices[0].token_ids) == expected["poet"][1][:20]
         finally:
             up.terminate()
             up.wait(30)

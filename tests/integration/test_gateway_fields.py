@@ -49,6 +49,12 @@ VLLM_CHAT = [
     *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message"),
     *("documents", "echo", "include_reasoning", "mm_processor_kwargs", "thinking_token_budget"),
 ]
+VLLM_RESPONSES = [
+    *("cache_salt", "chat_template_kwargs", "enable_response_messages", "ignore_eos", "include_stop_str_in_output"),
+    *("kv_transfer_params", "logit_bias", "media_io_kwargs", "mm_processor_kwargs", "previous_input_messages"),
+    *("priority", "repetition_penalty", "request_id", "seed", "skip_special_tokens", "stop", "structured_outputs"),
+    *("top_k", "vllm_xargs"),
+]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
 USER = {"role": "user", "content": "hi"}
@@ -145,7 +151,7 @@ ROUTES: Mapping[str, tuple[str, type[BaseModel], Any, list[str], frozenset[str],
         "/responses",
         ResponsesRequest,
         ResponsesParams,
-        [],
+        VLLM_RESPONSES,
         responses.IGNORED,
         {"input": "hi", "max_output_tokens": 1},
     ),

@@ -44,3 +44,8 @@ def test_without_a_jobs_service_its_paths_name_the_flag(with_a_gateway: RunningC
         status, said = asked(with_a_gateway, method, path, b"x" * 100_000 if method == "POST" else None)
         assert (status, said["error"]["code"]) == (404, "unknown_url")
         assert "--jobs" in said["error"]["message"]
+
+
+def test_a_model_named_like_a_route_is_unknown(with_a_gateway: RunningCluster) -> None:
+    status, said = asked(with_a_gateway, "GET", "/v1/models/%7Bname:path%7D")
+    assert (status, said["error"]["code"]) == (404, "model_not_found")

@@ -22,6 +22,7 @@ from ballast.client import AsyncClient, SamplingParams
 from tests.support.cluster import until
 from tests.support.group import Place, Sizes, _load
 from tests.support.pages import ROOT, session, steps
+from tools.cli.main import main
 from tools.local.cluster import LocalCluster
 from tools.local.ports import free_ports
 from tools.model.tiny import make_tiny
@@ -108,8 +109,10 @@ def test_memory_of_the_other_host_is_read_and_written_through_its_image(model: P
     stop.set()
 
 
-async def test_a_lost_host_ends_its_instances_only(model: Path, tmp_path: Path) -> None:
-    """A host's processes are killed under load. Its instance comes back when the host does."""
+async def test_a_lost_host_ends_its_instances_only(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host's processes are killed under load. Its instance comes back when the host does. Neither can be parked."""
     common = ["--dtype", "float64", *ALONE]
     each = [flags_at(port) for port in free_ports(2, FIRST)]
     async with LocalCluster(
@@ -123,6 +126,9 @@ async def test_a_lost_host_ends_its_instances_only(model: Path, tmp_path: Path) 
             workers = [await cluster.start_worker(flags) for flags in each]
             async with AsyncClient(cluster.address) as client:
                 expected = (await client.generate("A ship", SAMPLING)).token_ids
+                park = ["park", workers[1].id, "--wait", "--address", cluster.address]
+                assert await asyncio.to_thread(main, park) != 0
+                assert f"{workers[1].id} serves again: it cannot be parked" in capsys.readouterr().err
                 killed = asyncio.Event()
 
                 async def ask() -> None:

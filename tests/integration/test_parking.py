@@ -30,9 +30,12 @@ def standing(status: ClusterStatus, number: int) -> Standing | None:
     return next((m.standing for m in members if m.worker_id == f"worker-{number}"), None)
 
 
-def test_a_worker_is_parked_and_woken_while_requests_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_is_parked_and_woken_while_requests_run(
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=8192)
-    flags = {"worker": ["--dtype", "float64"]}
+    flags = {"worker": ["--dtype", "float64", "--tensor-parallel-size", str(ranks)]}
     with running_cluster(model, workers=2, device_memory_bytes=64 << 20, flags=flags) as cluster:
         address = cluster.cluster.address
 

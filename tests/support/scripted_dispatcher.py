@@ -27,6 +27,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         self.die_after: int | None = None  # tokens before UNAVAILABLE, as if the process had been killed
         self.end_early = False  # ends with OK, but without a finish reason
         self.pause_s = 0.0  # before each token
+        self.status_pause_s = 0.0  # before its status
         self.requests: list[pb.GenerateRequest] = []
         self.abandoned = asyncio.Event()  # set when a caller disconnects during an answer
         self.running: dict[str, asyncio.Event] = {}  # request id -> set when cancelled by id
@@ -51,6 +52,9 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
                 response = collected if request.collect else pb.GenerateResponse(request_id=request.request_id)
                 response.token_ids.append(index)
                 response.text += f"t{index} "
+                if request.sampling.HasField("logprobs"):
+                    token = cluster_pb2.TokenLogprob(token_id=index, logprob=-0.5, token=b"\xf0\x9f")
+                    response.logprobs.add(chosen=token)
                 if index == self.tokens - 1 and not self.end_early:
                     response.finish_reason = cluster_pb2.FINISH_REASON_LENGTH
                     response.usage.CopyFrom(pb.Usage(prompt_token_count=5, completion_token_count=self.tokens, seed=7))
@@ -93,6 +97,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         return pb.GetModelInfoResponse(model=self.status.model)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        await asyncio.sleep(self.status_pause_s)
         return self.status
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:

@@ -3,6 +3,7 @@ service. It also fetches the results (docs/batches.md).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -13,14 +14,16 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Generator, Mapping
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from ballast.common.credentials import CA_FILE, TOKEN
+from ballast.client.access import Access
+from ballast.common.credentials import CA_FILE
 from ballast.common.errors import (
     BallastError,
     CallFailed,
+    ConfigError,
     InvalidRequest,
     NotFound,
     NotPossible,
@@ -89,6 +92,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_submit(args: argparse.Namespace) -> int:
+    if args.out is not None and not args.wait:
+        raise InvalidRequest("--out", "is for --wait; `ballast batch results` fetches results later")
     gateway = Gateway(args.url)
     with args.file.open("rb") as file:
         endpoint = _endpoint_of(file, args.file)
@@ -225,10 +230,19 @@ class Gateway:
     """HTTP client of a gateway."""
 
     def __init__(self, url: str) -> None:
-        if not url.startswith(("http://", "https://")):
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_valid = False
+        if not is_valid:
             raise InvalidRequest("--url", f"must be http://HOST:PORT/v1, got {url}")
         self._url = url.rstrip("/")
-        self._tls = ssl.create_default_context(cafile=os.environ.get(CA_FILE) or None)
+        ca_file = os.environ.get(CA_FILE) or None
+        try:
+            self._tls = ssl.create_default_context(cafile=ca_file)
+        except OSError as error:
+            raise ConfigError(str(ca_file), f"cannot be read: {error.strerror}") from error
 
     def batch(self, batch_id: str) -> Json:
         return self.ask("GET", f"/batches/{_quoted(batch_id)}")
@@ -241,7 +255,7 @@ class Gateway:
         """
         data = None if body is None else json.dumps(body).encode()
         with self._open(method, path, data, {"Content-Type": "application/json"}) as answer:
-            return cast(Json, json.load(answer))
+            return _object_in(answer)
 
     def patiently(self, method: str, path: str) -> Json:
         """Like `ask`, but retry for up to five minutes while services are unavailable or overloaded."""
@@ -273,27 +287,40 @@ class Gateway:
 
         headers = {"Content-Type": f"multipart/form-data; boundary={boundary}", "Content-Length": str(length)}
         with self._open("POST", "/files", pieces(), headers) as answer:
-            return cast(Json, json.load(answer))
+            return _object_in(answer)
 
     def download(self, file_id: str) -> Generator[bytes]:
         with self._open("GET", f"/files/{_quoted(file_id)}/content", None, {}) as answer:
             while piece := answer.read(_PIECE_BYTES):
                 yield piece
+            if answer.length:
+                raise IncompleteRead(b"", answer.length)
 
-    # Any: urllib accepts bytes, or an iterable of bytes
-    def _open(self, method: str, path: str, data: Any, headers: Mapping[str, str]) -> HTTPResponse:
+    @contextlib.contextmanager
+    def _open(  # Any: urllib accepts bytes, or an iterable of bytes
+        self, method: str, path: str, data: Any, headers: Mapping[str, str]
+    ) -> Generator[HTTPResponse]:
+        """Send a request and yield the response. Errors while the response is read are reported, too."""
         request = urllib.request.Request(self._url + path, data, dict(headers), method=method)
-        token = os.environ.get(TOKEN)
-        if token:
+        if token := Access.of().token:
             request.add_header("Authorization", f"Bearer {token}")
         try:
-            return cast(HTTPResponse, urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=self._tls))
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=self._tls) as answer:
+                yield cast(HTTPResponse, answer)
         except urllib.error.HTTPError as error:
             raise _error_of(error.code, error.read(1 << 20)) from error
         except urllib.error.URLError as error:
             raise Unavailable(self._url, str(error.reason)) from error
         except (OSError, HTTPException) as error:
             raise Unavailable(self._url, f"the connection was lost: {error}") from error
+
+
+def _object_in(answer: HTTPResponse) -> Json:
+    try:
+        found: object = json.load(answer)
+    except ValueError as error:
+        raise CallFailed(f"{answer.url} did not answer with JSON; is it a gateway's URL, with /v1?") from error
+    return cast(Json, found)
 
 
 def _error_of(status: int, body: bytes) -> BallastError:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         with stream:
             if args.json:
                 answer = stream.collect()
-                print(json.dumps(dataclasses.asdict(answer), ensure_ascii=False))
+                print(json.dumps(dataclasses.asdict(answer), ensure_ascii=False, default=_text_of))
                 return 0
             last: GenerationChunk | None = None
             try:
@@ -87,6 +87,11 @@ def _prompt(given: str | None) -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise InvalidRequest("prompt", f"standard input is not UTF-8 text: {error.reason}") from error
+
+
+def _text_of(token: bytes) -> str:
+    """The text of a token in JSON. Bytes that are only part of a character are replaced."""
+    return token.decode(errors="replace")
 
 
 def _token_ids(text: str) -> list[int]:

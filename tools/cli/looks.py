@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ballast.client import Client, ClusterStatus
-from ballast.common.errors import Unavailable
+from ballast.common.errors import BallastError, DeadlineExceeded, Unavailable
 from tools.cli.followers import with_followers
 
 
@@ -48,16 +48,17 @@ def query_dispatchers(client: Client) -> Look:
 
     Raises:
         Unavailable: no dispatcher can be reached.
+        DeadlineExceeded: none answers in time.
     """
     told: list[ClusterStatus] = []
     dispatchers: list[DispatcherFacts] = []
-    failure = Unavailable(", ".join(client.addresses))
+    failure: BallastError = Unavailable(", ".join(client.addresses))
     for address in client.addresses:
         try:
             told.append(client.status(address))
-        except Unavailable as error:
+        except (Unavailable, DeadlineExceeded) as error:
             failure = error
-            dispatchers.append(DispatcherFacts(address, error=error.why))
+            dispatchers.append(DispatcherFacts(address, error=str(error).removeprefix(f"{address}: ")))
         else:
             dispatchers.append(DispatcherFacts.of(told[-1]))
     if not told:

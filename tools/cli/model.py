@@ -126,6 +126,8 @@ def run_emulate(args: argparse.Namespace) -> int:
 def run_context(args: argparse.Namespace) -> int:
     if (args.model is None) != (args.gpu is None):
         raise ConfigError("--model and --gpu", "belong together")
+    if args.gpus_per_instance < 0:
+        raise ConfigError("--gpus-per-instance", f"must be at least 1, got {args.gpus_per_instance}")
     pairs = PAIRS if args.model is None else ((args.model, args.gpu, args.gpus_per_instance),)
     found = [context_of(find_spec(model), find_gpu(gpu, "--gpu"), count) for model, gpu, count in pairs]
     if args.json:

@@ -5,7 +5,7 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
-from ballast.common.errors import Unavailable
+from ballast.common.errors import NotPossible, Unavailable
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Standing, group_of
 from ballast.rpc.codec import LAYOUT
@@ -71,6 +71,7 @@ async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace
 
     Raises:
         Unavailable: it should serve, but its process has ended.
+        NotPossible: it should be parked, but serves again.
     """
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)
@@ -82,6 +83,8 @@ async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace
         standing = next(m.standing for m in group.members if m.worker_id == args.worker)
         if standing is wanted or not args.wait:
             return standing
+        if wanted is Standing.PARKED and standing is Standing.SERVING:
+            raise NotPossible(f"{args.worker} serves again: it cannot be parked (its log says why), or was woken")
         await asyncio.sleep(_POLL_S)
 
 

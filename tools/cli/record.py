@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ballast.client import Client, EndedRequest
 from ballast.common.arguments import output_file, seconds
-from ballast.common.errors import Unavailable
+from ballast.common.errors import DeadlineExceeded, Unavailable
 from ballast.common.units import counted
 from tools.cli.arguments import Commands, add_address
 
@@ -93,7 +93,7 @@ def _record(client: Client, recording: Recording) -> None:
                 answer = client.ended_requests(address, last)
                 if last is not None and answer.last < last:  # a restarted dispatcher counts from 0 again
                     answer = client.ended_requests(address, 0)
-            except Unavailable:
+            except (Unavailable, DeadlineExceeded):
                 if len(lasts) == 1 and last is None:
                     raise
                 continue

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the address, a limit, the secret or the command is invalid.
     """
     host, _, port = args.listen.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError("--listen", f"must be HOST:PORT, got {args.listen!r}")
     if not any(_PLACE in word for word in args.command):
         raise ConfigError("COMMAND", f"has no {_PLACE}: it would always do the same")

@@ -229,11 +229,14 @@ def run(args: argparse.Namespace) -> int:
             _emulate(args, Path(folder))
         elif args.profile is not None:
             raise ConfigError("--profile", "is for --engine emulated; a worker's own profile is its --cost-profile")
-        elif args.model is None:
+        adapters, starting = adapters_of(args.lora_modules), _Up(args)
+        for policy in (None, args.twin) if args.twin else (None,):
+            check_flags(starting.service_flags(policy), str(args.model))  # before a long download
+        if args.model is None:
             args.model = make_preset(_DEFAULT_PRESET, Path(folder) / _DEFAULT_PRESET)
             args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
-        else:
+        elif args.engine == "torch":
             # Download the model here, with a progress bar, so that its problems are reported once rather than by each
             # worker.
             ranks = int(args.tensor_parallel_size or 1)
@@ -242,10 +245,7 @@ def run(args: argparse.Namespace) -> int:
             if ensure_tokenizer(found.folder):
                 _say(f"{found.folder / 'tokenizer.json'} was missing: made from the model's vocabulary files")
             check_memory(args, read_info(found.folder))
-            check_adapters(adapters_of(args.lora_modules), found.folder, args.model_impl or "auto")
-        starting = _Up(args)
-        for policy in (None, args.twin) if args.twin else (None,):
-            check_flags(starting.service_flags(policy), str(args.model))
+            check_adapters(adapters, found.folder, args.model_impl or "auto")
         return asyncio.run(starting.run())
 
 

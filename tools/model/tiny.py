@@ -155,6 +155,8 @@ def write_checkpoint(
         raise ConfigError("arch", f"unknown: {arch!r}; there are {', '.join(ARCHITECTURES)}")
     if dtype not in DTYPES:
         raise ConfigError("dtype", f"unknown: {dtype!r}; there are {', '.join(DTYPES)}")
+    if seed < 0:
+        raise ConfigError("seed", f"must be at least 0, got {seed}")
     shape.check()
     architecture = ARCHITECTURES[arch]
     tensors = dict(_tensors(architecture, shape, np.random.default_rng(seed)))

@@ -50,7 +50,7 @@ class CompletionWriter:
         self._wishes = wishes
         self._echoes = list(echoes)
         self._choices_per_prompt = choices_per_prompt
-        self._offsets = [len(echo) for echo in echoes]  # by choice: characters written so far, including the echo
+        self._offsets = [len(echo) for echo in echoes]  # by choice: characters of the tokens so far, including the echo
         self._usages: dict[int, Usage] = {}
         prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
@@ -103,7 +103,6 @@ class CompletionWriter:
         self._echoes[index] = ""
         if self._wishes.token_ids:
             choice["token_ids"] = list(chunk.token_ids)
-        self._offsets[index] += len(chunk.text)
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
         return event({**self._head.begin(_KIND), "choices": [choice], **self._stream_usage.field(index)})
@@ -121,7 +120,8 @@ class CompletionWriter:
         """
         prompt = part.logprobs[0].prompt if part.logprobs and self._echoes[index] else ()
         made = () if self._drops else part.logprobs
-        return completion_logprobs(made, 0 if prompt else self._offsets[index], prompt)
+        found, self._offsets[index] = completion_logprobs(made, 0 if prompt else self._offsets[index], prompt)
+        return found
 
     def _usage(self, usages: Sequence[Usage]) -> dict[str, object]:
         return usage_of(usages[:: self._choices_per_prompt], usages)

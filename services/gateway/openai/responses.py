@@ -22,6 +22,7 @@ _UNSUPPORTED = {
     "context_management": "shorten the input",
     "image": "this model writes text only",
     "moderation": "use a separate moderation service",
+    "previous_input_messages": "put them into input",
     "top_logprobs": "/v1/chat/completions has them",
     "truncation": "shorten the input",
 }
@@ -31,13 +32,23 @@ IGNORED = frozenset(
         *(
             "access_programs",
             "background_options",
+            "enable_response_messages",
             "include",
             "max_tool_calls",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
             "prompt_cache_key",
+            "request_id",
             "safety_identifier",
         ),
         *("prompt_cache_options", "prompt_cache_retention", "store", "stream_options", "user"),
     }
+)
+# Fields that have the same name and meaning in chat requests, which validate or refuse them.
+_AS_IN_CHAT = (
+    *("model", "temperature", "top_p", "seed", "stream", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+    *("service_tier", "priority", "top_k", "stop", "logit_bias", "repetition_penalty", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "vllm_xargs", "kv_transfer_params"),
 )
 
 
@@ -56,7 +67,7 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     text: Item | None = None
     metadata: dict[str, str] | None = None
-    service_tier: str | None = None
+    service_tier: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: str | None = None
     seed: int | None = None
@@ -65,10 +76,22 @@ class ResponsesRequest(BaseModel):
     conversation: str | Item | None = None
     background: bool | None = None
     prompt: Item | None = None
+    priority: Any = None
+    top_k: Any = None
+    stop: Any = None
+    logit_bias: Any = None
+    repetition_penalty: Any = None
+    ignore_eos: Any = None
+    skip_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    structured_outputs: Any = None
+    vllm_xargs: Any = None
+    kv_transfer_params: Any = None
     # these fields are refused with any value
     context_management: Any = None
     image: Any = None
     moderation: Any = None
+    previous_input_messages: Any = None
     top_logprobs: Any = None
     truncation: Any = None
 
@@ -84,27 +107,24 @@ class ResponsesRequest(BaseModel):
         for name, instead in _UNSUPPORTED.items():
             if getattr(self, name) not in (None, 0, "disabled"):
                 raise invalid(name, f"is not supported: {instead}", code="unsupported_value")
-        text_format: object = (self.text or {}).get("format")
+        text = self.text or {}
+        values = {
+            **{name: getattr(self, name) for name in _AS_IN_CHAT},
+            "messages": _messages(self.instructions, self.input),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [_tool(index, tool) for index, tool in enumerate(self.tools)] if self.tools else None,
+            "response_format": text.get("format"),
+            "verbosity": text.get("verbosity"),
+            "cache_salt": self.cache_salt or None,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
         try:
-            return ChatRequest(
-                model=self.model,
-                n=None,
-                messages=_messages(self.instructions, self.input),
-                max_completion_tokens=self.max_output_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                seed=self.seed,
-                stream=self.stream,
-                tools=[_tool(index, tool) for index, tool in enumerate(self.tools)] if self.tools else None,
-                tool_choice=self.tool_choice,
-                parallel_tool_calls=self.parallel_tool_calls,
-                response_format=cast(Item, text_format) if isinstance(text_format, dict) else None,
-                chat_template_kwargs=self.chat_template_kwargs,
-                cache_salt=self.cache_salt or None,
-                reasoning_effort=(self.reasoning or {}).get("effort"),
-            )
+            dumps([self.text, self.tools, self.tool_choice, self.metadata]).encode()  # are repeated in the answer
+            return ChatRequest.model_validate(values)
         except ValidationError as error:
             raise refused(error) from error
+        except ValueError as error:
+            raise invalid(None, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[Message]:
@@ -127,8 +147,10 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
                 output = item.get("output", "")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case "reasoning":
-                parts: list[Any] = item.get("content") or item.get("summary") or []
-                thought = "\n".join(str(part.get("text", "")) for part in parts)
+                parts: object = item.get("content") or item.get("summary") or []
+                if not isinstance(parts, list) or not all(isinstance(p, dict) for p in cast(list[object], parts)):
+                    raise invalid(f"input[{index}]", "must have a content or a summary that is a list of parts")
+                thought = "\n".join(str(part.get("text", "")) for part in cast(list[Item], parts))
                 continue
             case other:
                 raise invalid(f"input[{index}]", f"items of type {other!r} are not supported", code="unsupported_value")

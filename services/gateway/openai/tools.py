@@ -116,7 +116,8 @@ def _parameters(index: int, tool: Tool) -> Mapping[str, Any]:
 def _chosen(choice: object) -> str:
     if isinstance(choice, Mapping):
         given = cast(Mapping[str, Any], choice)
-        name: object = cast(Mapping[str, Any], given.get("function") or given).get("name")
+        function: object = given.get("function") or given
+        name: object = cast(Mapping[str, Any], function).get("name") if isinstance(function, Mapping) else None
         if isinstance(name, str):
             return name
     raise invalid("tool_choice", "must be none, auto, required, or a function by its name")

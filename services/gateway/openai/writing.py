@@ -82,9 +82,11 @@ def chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, object]:
 
 def completion_logprobs(
     logprobs: Sequence[Logprobs], first_offset: int, prompt: Sequence[Logprobs] = ()
-) -> dict[str, object]:
-    """Return logprobs in the format of /v1/completions. `first_offset`: number of characters before the first of these
-    tokens. `prompt`: logprobs of the prompt's tokens, which precede them; those of the very first token are null.
+) -> tuple[dict[str, object], int]:
+    """Return (logprobs in the format of /v1/completions, number of characters up to the end of the last token).
+
+    `first_offset`: number of characters before the first of these tokens, which may be ahead of the text in a stream.
+    `prompt`: logprobs of the prompt's tokens, which precede them; those of the very first token are null.
     """
     positions = [*prompt, *logprobs]
     offsets: list[int] = []
@@ -94,12 +96,13 @@ def completion_logprobs(
     values = [_value(position.chosen) for position in positions]
     top = [{_text(other): _value(other) for other in (*position.top, position.chosen)} for position in positions]
     known = 1 if prompt else 0
-    return {
+    found: dict[str, object] = {
         "tokens": [_text(position.chosen) for position in positions],
         "token_logprobs": [None] * known + values[known:],
         "top_logprobs": [None] * known + top[known:],
         "text_offset": offsets,
     }
+    return found, first_offset
 
 
 def prompt_logprobs(logprobs: Sequence[Logprobs]) -> list[dict[str, object] | None]:

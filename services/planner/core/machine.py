@@ -134,6 +134,10 @@ class PlannerCore:
                 return self._drain_requested(event)
             case p.StandingRequested():
                 return self._standing_requested(event)
+            case p.ParkRefused():
+                if self.standings.refused(event):
+                    self._replan(event.at_s)
+                return []
             case p.DropRequested() | p.RestoreRequested():
                 if not self.active:
                     return [p.RefuseChange(event.request_id, p.ChangeRefusal.STANDBY, "")]

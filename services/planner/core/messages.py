@@ -170,6 +170,16 @@ class StandingRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkRefused:
+    """An instance cannot be parked, so it has to serve again."""
+
+    at_s: float
+    cause_id: str
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class OverloadRaised:
     at_s: float
     cause_id: str
@@ -258,6 +268,7 @@ Event = (
     | InstanceProbed
     | WorkerDrainRequested
     | StandingRequested
+    | ParkRefused
     | ChangeRequest
     | LoadsRead
     | MemberAnswered

@@ -51,8 +51,6 @@ class Standings:
             return f"{event.worker_id} is not in the layout; `ballast status` lists its instances"
         if not event.away or known.away:
             return ""
-        if self.membership.model is not None and self.membership.model.tensor_parallel_size > 1:
-            return "an instance of several ranks cannot be parked: drain it"
         if known.placeable.draining:
             return f"{event.worker_id} is draining"
         if len(group.members) > 1:
@@ -71,6 +69,12 @@ class Standings:
         known.away = away
         known.stand()
         return True
+
+    def refused(self, event: p.ParkRefused) -> bool:
+        """Let an instance that cannot be parked serve again. Returns True if that is a change."""
+        known = self.membership.known.get(event.worker_id)
+        is_same = known is not None and known.placeable.incarnation == event.incarnation
+        return is_same and self.put(event.worker_id, away=False)
 
     def help_out(self, layout: Layout) -> bool:
         """Make leaving instances or a parked one serve again if no instance serves. Returns True if one will."""

@@ -5,7 +5,7 @@ import contextlib
 import math
 import time
 
-from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
+from ballast.common.errors import BallastError, InvariantViolation, NotPossible, Unavailable, broken_core
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Layout
 from ballast.common.model import ModelInfo
@@ -322,6 +322,9 @@ class PlannerShell:
         member = command.member
         try:
             await self._members.order_standing(member, _CALL_TIMEOUT_S, park=command.park)
+        except NotPossible as error:
+            get_logger().warning("cannot be parked", worker=member.worker_id, why=str(error), cause_id=command.cause_id)
+            self.feed(p.ParkRefused(time.monotonic(), command.cause_id, member.worker_id, member.incarnation))
         except BallastError as error:
             what = "not parked" if command.park else "not woken"
             get_logger().info(what, worker=member.worker_id, why=str(error), cause_id=command.cause_id)

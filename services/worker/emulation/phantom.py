@@ -214,7 +214,7 @@ class PhantomBackend:
     def give_up(self, runs: Sequence[ExtentRun]) -> None:
         """Does nothing, because there is no memory."""
 
-    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+    def take_back(self, runs: Sequence[ExtentRun], files: Iterable[int] | None = None) -> None:
         """Does nothing, because there is no memory."""
 
     def export(self, first: int, count: int) -> list[int]:

@@ -67,6 +67,9 @@ def choose_model(
             raise ConfigError("kernels", "native kernels compute no LoRA adapters: use auto or torch")
         kernels = "torch"
     if ours is None:
+        if adapted and peers is not None and peers.count > 1:
+            why = "transformers computes this model, and its adapters are not divided among ranks"
+            raise ConfigError("lora_modules", f"{why}: use --tensor-parallel-size 1")
         return _of_transformers(model_dir, dtype, device, kernels, peers, kv_cache_dtype)
     config = ours if peers is None else ours.of_rank(peers.rank, peers.count)
     run_dtype = choose_dtype(dtype, config, model_dir)

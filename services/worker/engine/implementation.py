@@ -203,7 +203,7 @@ class BallastModel:
 
     @property
     def linears(self) -> Linears:
-        return own_linears(self.config)
+        return own_linears(self.whole)
 
     @property
     def quantised(self) -> str | None:

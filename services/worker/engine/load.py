@@ -207,12 +207,12 @@ def load_engine(
                 device_memory_bytes = peers.least(device_memory_bytes)
     if device_memory_bytes is None:
         raise ConfigError("device_memory_bytes", f"is required for device {device}")
-    adapter_bytes = bytes_of(adapters, served.dtype)
+    adapter_bytes = bytes_of(adapters, served.dtype, config.rank_count)
     memory, shared = needs.open(backend or _backend(device), device_memory_bytes - adapter_bytes), None
     try:
         shared = from_host.load(served, memory, compute_here, model_dir, host_copy if peers is None else from_host.OFF)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
-        lora = _load_adapters(adapters, served.dtype, memory.pool.backend.device)
+        lora = _load_adapters(adapters, served, memory.pool.backend.device)
         model, attention, sampler, runner = _assemble(served, memory, native, longest, grammars, recorded, lora)
         with torch.inference_mode():
             served.check(model, attention, memory.kv)
@@ -318,11 +318,12 @@ def _assemble(
     return model, attention, sampler, ModelRunner(config, model, attention, sampler, memory.kv, graphs, lora)
 
 
-def _load_adapters(adapters: Sequence[AdapterFiles], dtype: torch.dtype, device: torch.device) -> Lora | None:
+def _load_adapters(adapters: Sequence[AdapterFiles], served: Implementation, device: torch.device) -> Lora | None:
+    dtype, config = served.dtype, served.config
     for one in adapters:
-        size = human_bytes(bytes_of([one], dtype))
+        size = human_bytes(bytes_of([one], dtype, config.rank_count))
         get_logger().info("adapter", name=one.name, rank=one.rank, modules=len(one.ranks), memory=size)
-    return Lora(adapters, dtype, device) if adapters else None
+    return Lora(adapters, dtype, device, config.rank, config.rank_count) if adapters else None
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

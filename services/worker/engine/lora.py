@@ -1,7 +1,8 @@
 """LoRA adapters in memory: they add `(x @ A.T) @ B.T` to the rows of sequences that use one.
 
 Every member of a group keeps all layers of every adapter, a few MiB each, whichever layers it computes, so that drops
-and restores do not affect adapters. Legend: R rows of one adapter among the T rows of a step.
+and restores do not affect adapters. Ranks divide an adapter as they divide the module: B by outputs, or A by inputs,
+whose products are summed with those of the module. Legend: R rows of one adapter among the T rows of a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import NewSequence, SequenceId, Slice
-from services.worker.engine.lora_files import WEIGHTS, AdapterFiles
+from services.worker.engine.lora_files import WEIGHTS, AdapterFiles, divides_inputs
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.upload import upload
 
@@ -35,15 +36,23 @@ class LowRank:
 
 
 Product = Sequence[Sequence[LowRank]]  # adapter index -> its additions to one matrix product
+AdapterRows = Sequence[tuple[int, np.ndarray]]  # (adapter index, its rows of a step) of each adapter in use
 
 
 class Lora:
     """All adapters of an engine, and the rows of the current step that use each. Used by one thread at a time."""
 
-    def __init__(self, adapters: Sequence[AdapterFiles], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        adapters: Sequence[AdapterFiles],
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int = 0,
+        rank_count: int = 1,
+    ) -> None:
         self.adapters = tuple(adapters)
         self._device = device
-        self._matrices = [_read(one, dtype, device) for one in adapters]
+        self._matrices = [_read(one, dtype, device, rank, rank_count) for one in adapters]
         self._index = {one.name: i for i, one in enumerate(adapters)}
         self._of: dict[SequenceId, int] = {}
         self._rows: list[tuple[int, torch.Tensor]] = []
@@ -75,15 +84,18 @@ class Lora:
     def forget_all(self) -> None:
         self._of.clear()
 
-    def lay_out(self, slices: Sequence[Slice], packed: PackedStep) -> bool:
-        """Assign the step's rows to adapters. Returns True if any row has one."""
+    def rows_of(self, slices: Sequence[Slice], packed: PackedStep) -> AdapterRows:
+        """The step's rows that have an adapter."""
         found: dict[int, list[np.ndarray]] = {}
         for part, first in zip(slices, packed.first_rows.tolist(), strict=True) if self._of else ():
             if (index := self._of.get(part.sequence_id)) is not None:
                 found.setdefault(index, []).append(np.arange(first, first + len(part.token_ids)))
-        uploaded = upload([np.concatenate(rows) for rows in found.values()], self._device) if found else ()
-        self._rows = list(zip(found, uploaded, strict=True))
-        return bool(found)
+        return [(index, np.concatenate(rows)) for index, rows in found.items()]
+
+    def use(self, rows: AdapterRows) -> None:
+        """Set the rows of the next step."""
+        uploaded = upload([each for _, each in rows], self._device) if rows else ()
+        self._rows = [(index, each) for (index, _), each in zip(rows, uploaded, strict=True)]
 
     def adapt(self, model: nn.Module) -> None:
         """Add the adapters to the model's linear modules by forward hooks. Inputs must be packed rows, [1, T, D]."""
@@ -118,16 +130,23 @@ def linears_of(model: nn.Module, layers_name: str) -> dict[str, tuple[int, int]]
     return {name: (module.out_features, module.in_features) for name, module in found.items()}
 
 
-def bytes_of(adapters: Iterable[AdapterFiles], dtype: torch.dtype) -> int:
-    return sum(one.element_count for one in adapters) * dtype.itemsize
+def bytes_of(adapters: Iterable[AdapterFiles], dtype: torch.dtype, rank_count: int) -> int:
+    """Bytes of the adapters on each rank."""
+    return sum(one.element_count(rank_count) for one in adapters) * dtype.itemsize
 
 
-def _read(adapter: AdapterFiles, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Matrices (A, B) by module name, B multiplied by the scale before rounding."""
+def _read(
+    adapter: AdapterFiles, dtype: torch.dtype, device: torch.device, rank: int, rank_count: int
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """A rank's matrices (A, B) by module name, B multiplied by the scale before rounding."""
     found: dict[str, tuple[torch.Tensor, ...]] = {}
     with safe_open(adapter.folder / WEIGHTS, framework="pt") as opened:
         for module in adapter.ranks:
             a_rD = opened.get_tensor(adapter.key(module, "A"))
             b_Or = opened.get_tensor(adapter.key(module, "B")).to(torch.float64) * adapter.scale
+            if divides_inputs(module):
+                a_rD = a_rD.chunk(rank_count, dim=1)[rank]
+            else:
+                b_Or = b_Or.chunk(rank_count, dim=0)[rank]
             found[module] = a_rD.to(device, dtype).contiguous(), b_Or.to(device, dtype).contiguous()
     return found

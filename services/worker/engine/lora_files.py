@@ -55,7 +55,7 @@ class AdapterFiles:
         name: Its name in requests.
         scale: Factor of its products.
         ranks: Rank by name of modified module.
-        element_count: Number of elements of all its tensors.
+        sizes: Outputs and inputs by name of modified module.
         revision: Digest of its files.
     """
 
@@ -63,16 +63,29 @@ class AdapterFiles:
     folder: Path
     scale: float
     ranks: Mapping[str, int]
-    element_count: int
+    sizes: Linears
     revision: str
 
     @property
     def rank(self) -> int:
         return max(self.ranks.values())
 
+    def element_count(self, rank_count: int = 1) -> int:
+        """Number of elements of the tensors on each of `rank_count` ranks; see `divides_inputs`."""
+        count = 0
+        for module, (outputs, inputs) in self.sizes.items():
+            whole, divided = (outputs, inputs) if divides_inputs(module) else (inputs, outputs)
+            count += self.ranks[module] * (whole + divided // rank_count)
+        return count
+
     def key(self, module: str, which: str) -> str:
         """Name of the tensor; `which` is A or B."""
         return f"base_model.model.{module}.lora_{which}.weight"
+
+
+def divides_inputs(module: str) -> bool:
+    """With tensor parallelism, ranks divide a module's inputs (True: attention output, MLP down) or its outputs."""
+    return module.rpartition(".")[2] in ("o_proj", "down_proj")
 
 
 def own_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -116,7 +129,7 @@ def _read(name: str, folder: Path, linears: Linears | None) -> AdapterFiles:
         folder=folder,
         scale=alpha / (math.sqrt(rank) if told.get("use_rslora") else rank),
         ranks=ranks,
-        element_count=sum(math.prod(shape) for pair in shapes.values() for shape in pair.values()),
+        sizes={module: (pair["B"][0], pair["A"][1]) for module, pair in shapes.items()},
         revision=_digest(text, folder / WEIGHTS),
     )
 

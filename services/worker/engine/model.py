@@ -93,7 +93,7 @@ class Model:
         self._adapted: list[_AdaptedLayer] = []
 
     def adapt(self, lora: Lora) -> None:
-        """Set the adapters; `Lora.lay_out` assigns rows to them for each step."""
+        """Set the adapters; `Lora.use` assigns rows to them for each step."""
         config, self._lora = self._config, lora
         for index in range(config.layer_count):
             attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
@@ -152,17 +152,16 @@ class Model:
                 attention,
                 buffers.attended[:rows].view(rows, config.head_count, config.head_dim),
             )
-            added_TD = self._project(buffers.attended[:padded], layer.output, layer.output_bias)
-            if lora is not None:
-                lora.add_to(self._adapted[index].output, buffers.attended, added_TD)
+            adapted = self._adapted[index] if lora is not None else None
+            added_TD = self._project(
+                buffers.attended[:padded], layer.output, layer.output_bias, adapted and adapted.output
+            )
             normed_TD = operations.norm(hidden_TD, added_TD, layer.mlp_norm_D)
             gate_up = self._linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffers.gate_up[:padded])
             if lora is not None:
                 lora.add_to(self._adapted[index].gate_up, normed_TD, gate_up)
             activated_TI = operations.activate(gate_up)
-            added_TD = self._project(activated_TI, layer.down, layer.down_bias)
-            if lora is not None:
-                lora.add_to(self._adapted[index].down, activated_TI, added_TD)
+            added_TD = self._project(activated_TI, layer.down, layer.down_bias, adapted and adapted.down)
         return hidden_TD[:rows] if added_TD is None else hidden_TD.add_(added_TD)[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -171,9 +170,13 @@ class Model:
         logits = self._linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
 
-    def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _project(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, adapted: Product | None
+    ) -> torch.Tensor:
         """Output projection to the hidden size."""
         projected = self._linear(x, weight, bias, self._buffers.added[: x.shape[0]])
+        if self._lora is not None and adapted is not None:
+            self._lora.add_to(adapted, x, projected)
         if self._sum_over_ranks is not None:
             self._sum_over_ranks(projected)
         return projected[:, : self._config.hidden_size]

@@ -22,7 +22,7 @@ from services.worker.core.batch import (
 from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.implementation import StageModel
-from services.worker.engine.lora import Lora
+from services.worker.engine.lora import AdapterRows, Lora
 from services.worker.engine.model_config import ModelFacts
 from services.worker.engine.packing import InFlightTokens, PackedStep, Packer
 from services.worker.engine.prompt_logprobs import PromptLogprobs
@@ -71,8 +71,8 @@ class ModelRunner:
         self._sampler = sampler
         self._kv = kv
         self.graphs = graphs
-        self._lora = lora
-        self._is_adapted = False  # True if any row of the current step has an adapter
+        self.lora = lora
+        self._adapter_rows: AdapterRows = ()  # of the current step
         self._packer = Packer(kv.shape.block_tokens)
         self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
         self._latest: _RunningStep | None = None
@@ -151,11 +151,11 @@ class ModelRunner:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)
             self._packer.forget(sequence_id)
-            if self._lora is not None:
-                self._lora.remove(sequence_id)
-        if self._lora is not None:
+            if self.lora is not None:
+                self.lora.remove(sequence_id)
+        if self.lora is not None:
             for new in batch.added:
-                self._lora.add(new)
+                self.lora.add(new)
         if samples:
             for new in batch.added:
                 self._sampler.add(new)
@@ -165,8 +165,8 @@ class ModelRunner:
         packed = self._packer.pack(batch.slices, block_tables)
         if samples and first_layer == 0:
             packed = self._with_tokens_in_flight(batch.slices, packed)
-        if self._lora is not None:
-            self._is_adapted = self._lora.lay_out(batch.slices, packed)
+        if self.lora is not None:
+            self.use_adapters(self.lora.rows_of(batch.slices, packed))
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
         with torch.inference_mode():
             if batch.safepoint_layers and preempted is not None:
@@ -181,6 +181,12 @@ class ModelRunner:
             choosing = self._sample(rows, packed, hidden_TD) if rows else None
         self._latest = launched = _RunningStep(self, batch.step_id, rows, choosing, started_s)
         return launched
+
+    def use_adapters(self, rows: AdapterRows) -> None:
+        """Set the rows of the next step that have an adapter."""
+        if self.lora is not None:
+            self.lora.use(rows)
+            self._adapter_rows = rows
 
     def _with_tokens_in_flight(self, slices: Sequence[Slice], packed: PackedStep) -> PackedStep:
         """`packed`, with `in_flight` set if its slices need tokens that the latest step is still sampling."""
@@ -230,7 +236,7 @@ class ModelRunner:
             if hidden_TD.is_cuda:  # allocated on another stream
                 hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
             hidden_TD = hidden_TD.to(device)  # a link delivers them to host memory
-        if self.graphs is not None and not self._is_adapted:
+        if self.graphs is not None and not self._adapter_rows:
             replayed_TD = self.graphs.run_layers(hidden_TD, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
                 return replayed_TD
@@ -257,5 +263,5 @@ class ModelRunner:
             self._prompts.remove(sequence_id)
         self._latest = None
         self._packer.forget_all()
-        if self._lora is not None:
-            self._lora.forget_all()
+        if self.lora is not None:
+            self.lora.forget_all()

@@ -182,7 +182,7 @@ class TransformersDecoder(Decoder):
         return self.pass_through(run, with_head=True, inputs_embeds=hidden.clone(), position_ids=positions).logits[0]
 
     def adapt(self, lora: Lora) -> None:
-        """Set the adapters; `Lora.lay_out` assigns rows to them for each step."""
+        """Set the adapters; `Lora.use` assigns rows to them for each step."""
         lora.adapt(self.model)
 
     def _bind(self, parameters: ParameterStore, dtype: torch.dtype) -> None:

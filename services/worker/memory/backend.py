@@ -67,8 +67,11 @@ class MemoryBackend(Protocol):
         """Return the memory of these unmapped extents to the device. Their contents are lost."""
         ...
 
-    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+    def take_back(self, runs: Sequence[ExtentRun], files: Iterable[int] | None = None) -> None:
         """Allocate memory again for extents passed to `give_up`. They read as zeros.
+
+        `files`: instead of allocating, use the memory that another process has allocated for them, which has exported
+        all its extents to these files. Takes ownership of the files.
 
         Raises:
             ConfigError: the device lacks the memory, and no extent is allocated.

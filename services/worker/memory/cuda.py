@@ -12,7 +12,7 @@ import importlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -123,7 +123,10 @@ class CudaBackend(TensorOperations):
             handle, self._handles[extent] = self._handles[extent], None
             self._driver.release(handle)
 
-    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+    def take_back(self, runs: Sequence[ExtentRun], files: Iterable[int] | None = None) -> None:
+        if files is not None:
+            self._import(files, set(_extents(runs)))
+            return
         wanted_bytes = sum(run.count for run in runs) * self._extent_bytes
         available_bytes, made = self._driver.available_bytes(), list[int]()
         if wanted_bytes > available_bytes:
@@ -155,15 +158,22 @@ class CudaBackend(TensorOperations):
         made = CudaBackend(self._driver)
         made._taken = True
         try:
-            for file in files:
-                try:
-                    made._handles.append(self._driver.take(file))
-                finally:
-                    os.close(file)  # the handle keeps the memory alive
+            made._import(files)
         except BaseException:
             made.close()
             raise
         return made
+
+    def _import(self, files: Iterable[int], wanted: Collection[int] | None = None) -> None:
+        """Import the extents in `wanted` from the files of all extents; None: all, which are new."""
+        for extent, file in enumerate(files):
+            try:
+                if wanted is None:
+                    self._handles.append(self._driver.take(file))
+                elif extent in wanted and self._handles[extent] is None:
+                    self._handles[extent] = self._driver.take(file)
+            finally:
+                os.close(file)  # the handle keeps the memory alive
 
     def reserve(self, size_bytes: int) -> int:
         return self._driver.reserve_address(size_bytes)

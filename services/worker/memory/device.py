@@ -191,7 +191,7 @@ class DeviceMemory:
 
     # ------------------------------------------------------------ parking
 
-    can_park = True  # False if memory is shared with other ranks
+    can_park = True  # False if not all bytes of all ranks can be copied to this host's memory
 
     @property
     def is_parked(self) -> bool:
@@ -202,14 +202,19 @@ class DeviceMemory:
         """Release layers and KV, and return their memory to the device. There must be no requests, and all layers must
         be stored elsewhere. Parameters outside layers stay.
         """
-        self._empty()
-        self.pool.give_up_free()
+        self.empty()
+        self.give_up()
 
     @all_or_nothing
-    def _empty(self) -> None:
+    def empty(self) -> None:
+        """The first half of `park`: unmap layers and KV."""
         self.pool.backend.synchronise()
         self.parameters.drop(self.parameters.held_layers)
         self.kv.window.keep(0)
+
+    def give_up(self) -> None:
+        """The second half of `park`, which cannot be undone: return all free memory. Idempotent."""
+        self.pool.give_up_free()
 
     def unpark(self) -> None:
         """Allocate the device's memory again, for `make_room_for_layers`.

@@ -103,7 +103,11 @@ class HostBackend(TensorOperations):
                 raise _os_failure("madvise", run.count * self._extent_bytes)
             self._parked[run.first : run.end] = bytes(run.count)  # these extents have no page tables to move
 
-    def take_back(self, runs: Sequence[ExtentRun]) -> None:
+    def take_back(self, runs: Sequence[ExtentRun], files: Iterable[int] | None = None) -> None:
+        if files is not None:
+            for file in files:
+                os.close(file)  # it is the file of `beside`
+            return
         size_bytes, available_bytes = sum(run.count for run in runs) * self._extent_bytes, _available_bytes()
         if size_bytes > available_bytes:
             raise ConfigError(

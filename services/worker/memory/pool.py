@@ -111,23 +111,22 @@ class PhysicalPool:
             self._insert_free(run)
 
     def give_up_free(self) -> None:
-        """Return the memory of all free extents to the device. No extent can be taken until `take_back`."""
-        if self._given_up:
-            raise InvariantViolation("the memory of free extents has already been returned")
-        self.backend.give_up(self._free)
-        self._given_up = list(self._free)
+        """Return the memory of all free extents to the device. No extent can be taken until `take_back`. Idempotent."""
+        if not self._given_up:
+            self.backend.give_up(self._free)
+            self._given_up = list(self._free)
 
     @property
     def has_given_up(self) -> bool:
         return bool(self._given_up)
 
-    def take_back(self) -> None:
-        """Allocate the returned memory again.
+    def take_back(self, files: Iterable[int] | None = None) -> None:
+        """Allocate the returned memory again. `files`: see `MemoryBackend.take_back`. Idempotent.
 
         Raises:
             ConfigError: the device lacks the memory; nothing has changed.
         """
-        self.backend.take_back(self._given_up)
+        self.backend.take_back(self._given_up, files)
         self._given_up = []
 
     def begin(self) -> None:

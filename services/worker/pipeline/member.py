@@ -453,7 +453,7 @@ class GroupMember:
     def _why_not_park(self) -> str:
         core, driver = self._context.core, self._driver
         if not self._memory.can_park:
-            return "it has several ranks"
+            return "not all of its ranks share their memory with this process"
         if self._role.stages or self._rescue is not None or driver.under_way or driver.undoing or driver.leaving:
             return "it is in a group or a transition"
         if not core.is_empty or core.in_flight_count or self._context.book.sequence_ids:

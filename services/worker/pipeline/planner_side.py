@@ -189,7 +189,8 @@ class Transitions:
         if incarnation != self._incarnation:
             raise StaleEpoch("worker incarnation", incarnation, self._incarnation)
         if park and not self._member.parks.wake_s:
-            raise NotPossible("an instance of several ranks cannot be parked")
+            why = "its parameters do not fit into this host's memory, or its ranks share none: see its log"
+            raise NotPossible(f"this instance cannot be parked, because {why}")
         self._post(ParkOrdered(park))
 
     def name_partners(self, request: pb.NamePartnersRequest) -> Epoch:

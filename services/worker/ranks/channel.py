@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.load import Engine
+    from services.worker.engine.lora import AdapterRows
     from services.worker.engine.packing import Ints, PackedStep
 
 _LENGTH = struct.Struct("<Q")
@@ -92,6 +93,7 @@ class RunLayers:
     last_layer: int
     awaited: tuple[Ints, Ints, int] | None = None  # rows, sources and token count of `InFlightTokens`, which
     # are broadcast next; None: the host knows all tokens
+    adapter_rows: AdapterRows = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ def load_ranked(
         max_model_len=told.get("max_model_len"),
         peers=Apart(0, count),
         kv_cache_dtype=told.get("kv_cache_dtype", "auto"),
+        adapted=bool(told.get("lora_modules")),
     )
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         far = {} if nodes is None else NodeListener(nodes).gather()

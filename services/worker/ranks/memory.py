@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
+from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
 from services.worker.memory.device import DeviceMemory
 from services.worker.ranks.channel import REFUSALS, Done, MemoryRefused, RankLost, Remap, RemapRefused
@@ -38,8 +39,6 @@ class RankedMemory(DeviceMemory):
     it.
     """
 
-    can_park = False
-
     def __init__(self, own: DeviceMemory, mirrors: Sequence[Mirror], crew: Crew, rank_count: int) -> None:
         """Takes ownership of `own` and `mirrors`, in which no layer may have been dropped yet."""
         super().__init__(own.pool, own.parameters, own.kv)
@@ -49,6 +48,7 @@ class RankedMemory(DeviceMemory):
         self._rank_count = rank_count
         own.parameters.mirrors = tuple(mirror.parameters for mirror in mirrors)
         own.kv.mirrors = tuple(mirror.kv for mirror in mirrors)
+        self.can_park = bool(mirrors) and not own.kv.is_remote
 
     def drop_layers(self, layers: Sequence[int]) -> int:
         return self._counted("drop_layers", tuple(layers))
@@ -61,6 +61,27 @@ class RankedMemory(DeviceMemory):
 
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         return self._counted("make_room_for_layers", tuple(layers), block_count=block_count)
+
+    def empty(self) -> None:
+        self._on_all("empty")
+
+    def give_up(self) -> None:
+        self._on_all("give_up")
+
+    def unpark(self) -> None:
+        """As `DeviceMemory.unpark`; if any device lacks the memory, no rank keeps any."""
+        self._crew.tell(Remap("unpark", (), {}))
+        lacking = list[str]()
+        try:
+            super().unpark()
+        except REFUSALS as error:
+            lacking.append(str(error))
+        lacking += self._refused(self._crew.answers())
+        if lacking:
+            self.give_up()
+            raise ConfigError("device_memory_bytes", "; ".join(lacking))
+        for rank, mirror in enumerate(self._mirrors, start=1):
+            mirror.pool.take_back(self._crew.files(rank))
 
     def move(self, moves: _Moves) -> None:
         self._on_all("move", tuple(moves))
@@ -118,7 +139,7 @@ class RankedMemory(DeviceMemory):
         except REFUSALS as error:  # the other ranks have executed the change, and must undo it
             failed = error
         answers = self._crew.answers()
-        refused = [f"{who}: {answer.why}" for who, answer in answers.items() if isinstance(answer, MemoryRefused)]
+        refused = self._refused(answers)
         if failed is None and not refused:
             self._require(answers, result)
             return result
@@ -127,6 +148,10 @@ class RankedMemory(DeviceMemory):
             memory.undo()
         self._require(self._crew.answers(), None)
         raise failed or RemapRefused("; ".join(refused))
+
+    @staticmethod
+    def _refused(answers: Mapping[str, object]) -> list[str]:
+        return [f"{who}: {answer.why}" for who, answer in answers.items() if isinstance(answer, MemoryRefused)]
 
     def _require(self, answers: Mapping[str, object], result: object) -> None:
         for who, answer in answers.items():

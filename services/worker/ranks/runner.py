@@ -8,6 +8,7 @@ import torch
 
 from services.worker.core.batch import Batch, LaunchedStep, StepResult
 from services.worker.engine.load import Engine
+from services.worker.engine.lora import AdapterRows
 from services.worker.engine.packing import InFlightTokens, PackedStep
 from services.worker.engine.runner import ModelRunner
 from services.worker.ranks.channel import RankLost, RunLayers
@@ -35,8 +36,8 @@ class RankedRunner(ModelRunner):
     """The runner of rank 0."""
 
     def __init__(self, engine: Engine, crew: Crew, group: RankGroup) -> None:
-        graphs = engine.runner.graphs
-        super().__init__(engine.config, engine.model, engine.attention, engine.sampler, engine.memory.kv, graphs)
+        graphs, lora = engine.runner.graphs, engine.runner.lora
+        super().__init__(engine.config, engine.model, engine.attention, engine.sampler, engine.memory.kv, graphs, lora)
         self._crew = crew
         self._group = group
 
@@ -69,7 +70,7 @@ class RankedRunner(ModelRunner):
         if hidden_TD is not None:
             hidden_TD = hidden_TD.to(self._kv.layer(0).device).contiguous()
             shape = tuple(hidden_TD.shape)
-        self._crew.tell(run_of(packed, shape, first_layer, last_layer))
+        self._crew.tell(run_of(packed, shape, first_layer, last_layer, self._adapter_rows))
         try:
             if hidden_TD is not None:
                 self._group.broadcast(hidden_TD)
@@ -81,12 +82,18 @@ class RankedRunner(ModelRunner):
             raise RankLost(self._crew.lost() or why) from error
 
 
-def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer: int, last_layer: int) -> RunLayers:
+def run_of(
+    packed: PackedStep,
+    hidden_shape: tuple[int, ...] | None,
+    first_layer: int,
+    last_layer: int,
+    adapter_rows: AdapterRows = (),
+) -> RunLayers:
     """Create the message for a step. It is mostly block tables, which are sent as 32-bit numbers."""
     narrow = replace(packed, decode_blocks_SW=packed.decode_blocks_SW.astype(np.int32), in_flight=None)
     in_flight = packed.in_flight
     awaited = None if in_flight is None else (in_flight.rows_L, in_flight.sources_L, len(in_flight.token_ids_R))
-    return RunLayers(narrow, hidden_shape, first_layer, last_layer, awaited)
+    return RunLayers(narrow, hidden_shape, first_layer, last_layer, awaited, adapter_rows)
 
 
 @torch.inference_mode()
@@ -103,4 +110,5 @@ def follow(engine: Engine, group: RankGroup, run: RunLayers) -> None:
     blocks_SW = run.packed.decode_blocks_SW.astype(np.int64)
     packed = replace(run.packed, decode_blocks_SW=blocks_SW, in_flight=in_flight)
     engine.memory.kv.guard(packed.blocks_end, range(run.first_layer, run.last_layer))
+    engine.runner.use_adapters(run.adapter_rows)
     engine.runner.compute(packed, hidden_TD, run.first_layer, run.last_layer)

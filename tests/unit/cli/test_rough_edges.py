@@ -19,12 +19,14 @@ from typing import Any
 import grpc
 import pytest
 
+from ballast.client import Client
 from ballast.common.extras import DISTRIBUTION
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.scripted_dispatcher import ScriptedDispatcher, serving_in_thread, worker_status
 from tools.cli import checks
 from tools.cli.checks import Verdict
+from tools.cli.looks import query_dispatchers
 from tools.cli.main import _COMMANDS, build_parser, main
 from tools.dashboard.watched import describe
 
@@ -395,6 +397,117 @@ def test_flags_that_would_have_no_effect_are_refused(
     assert "--json" in capsys.readouterr().err
     assert main(["generate", "x", "--token-ids", "1,2"]) == 2
     assert "the prompt already" in capsys.readouterr().err
+
+
+def test_logprobs_are_printed_as_json(dispatcher: ScriptedDispatcher, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--json", "--logprobs", "0"]) == 0
+    [first, *_] = json.loads(capsys.readouterr().out)["logprobs"]
+    assert first["chosen"] == {"token_id": 0, "logprob": -0.5, "token": "\ufffd"}
+
+
+def test_a_token_may_end_with_a_line_break(
+    dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BALLAST_TOKEN", "abc\n")
+    assert main(["generate", "x"]) == 0
+    monkeypatch.setenv("BALLAST_TOKEN", "a\nb")
+    assert main(["generate", "x"]) == 2
+    assert "printable ASCII" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["up", "--model", "org/name", "--tensor-parallel-size", "x"], "tensor_parallel_size"),
+        (["up", "--model", "org/name", "--lora-modules", "x"], "--lora-modules"),
+        (["up", "--lora-modules", "x"], "--lora-modules"),
+        (["scale", "--listen", "127.0.0.1:99999", "--secret-file", "x", "--", "x", "{wanted}"], "--listen"),
+        (["model", "context", "--model", "Qwen2.5-14B", "--gpu", "L4", "--gpus-per-instance", "-1"], "--gpus-per"),
+        (["model", "make-tiny", "--out", "nowhere", "--seed", "-1"], "seed"),
+    ],
+)
+def test_a_wrong_value_is_a_usage_error_before_any_work(
+    command: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_model(*_: Any, **__: Any) -> None:
+        pytest.fail("the model is downloaded")
+
+    monkeypatch.setattr("tools.cli.up.find_model", find_model)
+    assert main(command) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_dispatcher_that_does_not_answer_in_time_hides_no_other(dispatcher: ScriptedDispatcher) -> None:
+    with serving_in_thread("d1") as (stuck, address):
+        stuck.status_pause_s = 5.0
+        addresses = [os.environ["BALLAST_ADDRESS"], address]
+        with Client(addresses, call_timeout_s=0.5) as client:
+            [first, second] = query_dispatchers(client).dispatchers
+        assert (first.dispatcher_id, first.error) == ("d0", "")
+        assert (second.address, second.error) == (address, "no answer in time")
+
+
+# ---------------------------------------------------------------- batch
+
+
+@contextlib.contextmanager
+def answering(*answers: bytes) -> Generator[str]:
+    """The URL of a server that sends these bytes, one after the other, on successive connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for answer in answers:
+                with server.accept()[0] as link:
+                    link.recv(1 << 16)
+                    link.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        thread.join(30)
+
+
+BATCH = json.dumps(
+    {
+        "id": "b",
+        "status": "completed",
+        "output_file_id": "f",
+        "request_counts": {"completed": 1, "failed": 0, "total": 1},
+    }
+).encode()
+
+
+def ok(body: bytes, length: int | None = None) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(body) if length is None else length) + body
+
+
+def test_results_that_break_off_are_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(ok(BATCH), ok(b'{"custom_id": 1', length=500)) as url:
+        assert main(["batch", "results", "b", "--out", str(tmp_path / "out"), "--url", url]) == 1
+    assert "connection was lost" in capsys.readouterr().err
+
+
+def test_an_answer_that_breaks_off_or_is_no_json_is_a_failure_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for answer in (ok(BATCH, length=500), ok(b"<html>"), b""):
+        with answering(answer) as url:
+            assert main(["batch", "status", "b", "--url", url]) == 1
+        said = capsys.readouterr().err
+        assert "unexpected" not in said
+        assert said.count("\n") == 1
+
+
+def test_wrong_arguments_of_batch_are_usage_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"url": "/v1/completions"}\n')
+    assert main(["batch", "submit", str(file), "--out", "x", "--url", "http://127.0.0.1:1"]) == 2
+    assert "--wait" in capsys.readouterr().err
+    for url in ("http://[bad/v1", "http://h:port/v1", "http:///v1", "h:1"):
+        assert main(["batch", "list", "--url", url]) == 2
+    monkeypatch.setenv("BALLAST_CA_FILE", str(file))
+    assert main(["batch", "list"]) == 2
+    assert "in.jsonl" in capsys.readouterr().err
 
 
 def test_doctor_knows_the_ports_of_ballast_itself(dispatcher: ScriptedDispatcher) -> None:

@@ -88,6 +88,7 @@ def test_token_ids_and_messages_are_prompts_too() -> None:
         ({"prompt": "\ud800"}, "prompt"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"prompt": "a", "priority": "urgent"}, "priority"),
+        ({"prompt": "a", "request_id": "\ud800"}, "request_id"),
         ({"prompt": "a", "deadline_s": 0}, "deadline_s"),
         ({"prompt": "a", "deadline_s": float("nan")}, "deadline_s"),
     ],
@@ -157,6 +158,13 @@ def test_a_request_cancelled_by_id_ends_with_cancelled_and_leaves_its_reader_alo
         with pytest.raises(Cancelled):
             await task
         assert not await client.cancel("r9")
+
+    tell(story)
+
+
+def test_an_endless_deadline_is_none() -> None:
+    async def story(dispatcher: ScriptedDispatcher, client: AsyncClient) -> None:
+        assert (await client.generate("a", deadline_s=float("inf"))).text
 
     tell(story)
 

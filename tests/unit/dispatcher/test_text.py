@@ -111,7 +111,7 @@ def test_a_template_with_many_turns_is_rendered_all_the_same(model: Path) -> Non
 
 def test_a_text_that_is_too_long_for_certain_is_refused_untokenized(model: Path) -> None:
     encoder = PromptEncoder(model)
-    with pytest.raises(InvalidRequest, match=r"16777216 characters, but the 100 tokens that fit \(max_model_len\)"):
+    with pytest.raises(InvalidRequest, match=r"16777216 characters, but the 100 tokens that fit \(max_model_len 101\)"):
         asyncio.run(encoder.encode_text("x" * (16 << 20), longest=100))
     assert asyncio.run(encoder.encode_text("x" * 100, longest=100))
 

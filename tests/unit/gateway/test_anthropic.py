@@ -1,5 +1,6 @@
 """Anthropic's Messages API: requests are converted to chats, and answers to blocks. Errors have its format."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_a_conversation_with_tools_becomes_a_chat() -> None:
         },
     ]
     chat = asked(messages=turns, system=[{"type": "text", "text": "be brief"}], tools=[TOOL], stop_sequences=["END"])
-    call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Ulm"}'}}
+    call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
     assert chat.messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "weather?"},
@@ -53,6 +54,17 @@ def test_a_conversation_with_tools_becomes_a_chat() -> None:
     function = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
     assert chat.tools == [{"type": "function", "function": function}]
     assert (chat.max_completion_tokens, chat.stop, chat.continue_final_message) == (9, ["END"], None)
+
+
+@pytest.mark.parametrize("fields", [{"thinking": {"type": []}}, {"tool_choice": {"type": []}}])
+def test_a_type_that_is_no_name_is_unknown(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(Failure):
+        assert asked(**fields).enable_thinking is None
+
+
+def test_the_arguments_of_an_earlier_call_may_be_anything() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": float("nan")}}
+    assert asked(messages=[{"role": "assistant", "content": [call]}]).messages[0]["tool_calls"]
 
 
 def test_every_field_of_a_request_is_followed_or_refused() -> None:

@@ -6,14 +6,25 @@ from typing import Any
 
 import pytest
 
+from ballast.client import FinishReason, Generation, GenerationChunk, Logprobs, TokenLogprob, Usage
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import GrammarKind, PriorityClass
 from services.gateway.errors import Failure, failure_of
+from services.gateway.openai.chat import Head, Wishes
+from services.gateway.openai.completion import CompletionWriter
 from services.gateway.openai.messages import messages_for_template
-from services.gateway.openai.requests import UNSUPPORTED, ChatRequest, CompletionRequest, parse, refuse_unsupported
+from services.gateway.openai.requests import (
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    UsageWish,
+    parse,
+    refuse_unsupported,
+)
 from services.gateway.openai.responses import ResponsesRequest
 from services.gateway.openai.sampling import priority_of
 from services.gateway.openai.structure import form_of
+from services.gateway.openai.tools import tool_use_of
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
@@ -112,6 +123,88 @@ def test_arguments_of_earlier_calls_that_are_no_json_go_on_as_they_are() -> None
     call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": '{"x": '}}
     [message] = messages_for_template([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert message["tool_calls"][0]["function"]["arguments"] == '{"x": '
+
+
+def response(**fields: Any) -> ChatRequest:
+    return parse(ResponsesRequest, json.dumps({"input": "hi", **fields}).encode()).as_chat()
+
+
+def test_a_response_follows_vllms_fields_and_the_service_tier() -> None:
+    values = {"top_k": 5, "stop": ["x"], "ignore_eos": True, "logit_bias": {"5": 1.0}, "structured_outputs": {"a": 1}}
+    request = response(**values, service_tier="flex")
+    assert {name: getattr(request, name) for name in values} == values
+    assert priority_of(request) is PriorityClass.BATCH
+    assert priority_of(response(priority="batch")) is PriorityClass.BATCH  # as the jobs service sends
+    for name in ("vllm_xargs", "kv_transfer_params"):
+        with pytest.raises(Failure, match=name):
+            refuse_unsupported(response(**{name: {"a": 1}}))
+    with pytest.raises(Failure, match="verbosity"):
+        refuse_unsupported(response(text={"verbosity": "low"}))
+    for wrong in ({"service_tier": "fast"}, {"text": {"format": "json_object"}}):
+        with pytest.raises(Failure, match="Input should be"):
+            response(**wrong)
+
+
+NAN, LONE = float("nan"), "\ud800"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": [{"type": "reasoning", "summary": ["hm"]}]},
+        {"input": [{"type": "reasoning", "content": 5}]},
+        {"text": {"x": NAN}},
+        {"metadata": {"a": LONE}},
+        {"tools": [{"type": "function", "name": "f", "parameters": {"default": NAN}}], "tool_choice": "none"},
+    ],
+)
+def test_a_malformed_response_request_is_refused_before_it_runs(fields: dict[str, Any]) -> None:
+    with pytest.raises(Failure) as caught:
+        response(**fields)
+    assert caught.value.status == 400
+
+
+def test_a_choice_of_a_malformed_function_is_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(Failure, match="by its name"):
+        tool_use_of(tools, {"function": "f"}, parallel=True, template="tools", kind=None)
+
+
+def test_a_schema_that_is_nested_too_deeply_is_the_clients_mistake() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(900):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(RecursionError) as caught:
+        form_of({"type": "json_schema", "json_schema": {"schema": schema}}, None)
+    assert failure_of(caught.value).status == 400
+
+
+def test_offsets_in_a_stream_equal_those_of_a_whole_answer_although_its_text_lags() -> None:
+    usage = Usage(prompt_token_count=1, completion_token_count=3, replay_count=0, queue_s=0, ttft_s=0, e2e_s=0, seed=1)
+    wishes = Wishes(logprobs=True, usage=UsageWish.NONE, token_ids=False)
+    positions = [Logprobs(TokenLogprob(token_id, -1.0, text), ()) for token_id, text in enumerate((b"He", b"ll", b"o"))]
+
+    def offsets(choice: Any) -> list[int]:
+        return choice["logprobs"]["text_offset"]
+
+    def writer() -> CompletionWriter:
+        return CompletionWriter(Head(id="cmpl-a", created=0, model="m"), wishes, [""], 1)
+
+    ended: Any = {"finish_reason": FinishReason.STOP, "usage": usage}
+    tokens = (0, 1, 2)
+    given: Any = {"request_id": "a", "text": "Hello", "token_ids": tokens, "logprobs": tuple(positions), **ended}
+    whole: Any = writer().complete([Generation(**given, matched_stop=None)])
+    stream, streamed = writer(), list[int]()
+    for token_id, text in zip(tokens, ("", "", "Hello"), strict=True):  # as with stop strings
+        more: Any = ended if text else {}
+        part: Any = {"token_ids": (token_id,), "logprobs": (positions[token_id],), **more}
+        event = stream.chunk(0, GenerationChunk(request_id="a", text=text, **part))
+        streamed += offsets(json.loads(event[6:])["choices"][0])
+    assert streamed == offsets(whole["choices"][0]) == [0, 2, 4]
+
+
+def test_completions_call_their_field_logprobs() -> None:
+    assert failure_of(InvalidRequest("sampling.logprobs", "must be between 0 and 20, got 21")).param == "logprobs"
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_gateways_look_for() -> None:

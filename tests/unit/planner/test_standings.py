@@ -69,6 +69,20 @@ def test_a_leave_is_undone_in_one_step_and_a_park_that_comes_too_late_is_woken()
     assert standings(planner)["w1"] is Standing.WAKING
 
 
+def test_an_instance_that_cannot_be_parked_serves_again() -> None:
+    planner = started("w0", "w1")
+    ask(planner, "w1", away=True)
+    life = Incarnation(planner.lives["w1"])
+    planner.tell(p.ParkRefused(planner.now_s, "c", WorkerId("w1"), Incarnation(life - 1)))
+    assert standings(planner)["w1"] is Standing.LEAVING, "another process was asked"
+    planner.tell(p.ParkRefused(planner.now_s, "c", WorkerId("w1"), life))
+    assert standings(planner)["w1"] is Standing.SERVING
+    orders(planner)
+    planner.now_s += 1.0
+    planner.fire()
+    assert orders(planner) == []
+
+
 def test_invalid_orders_are_refused() -> None:
     def refused(planner: Planner, worker: str) -> str:
         planner.said.clear()

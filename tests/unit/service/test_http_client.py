@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from ballast.common.errors import ConfigError, Unavailable
+from ballast.service import http_forward
 from ballast.service.http_client import BrokenCall, HttpClient
 from ballast.service.http_server import HttpServer
 from tools.local.ports import free_port
@@ -157,3 +159,30 @@ def test_leaving_a_call_closes_its_connection() -> None:
 def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         HttpClient(url)
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab"])
+def test_a_server_that_falls_silent_ends_a_forwarded_call(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_forward, "IDLE_S", 0.2)
+    sent: list[Any] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await reader.read()
+        writer.close()
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def check() -> None:
+        async with answering(serve) as client, asyncio.timeout(20):
+            with pytest.raises(BrokenCall, match=r"0\.2 s"):
+                await http_forward.forward(
+                    client, {"type": "http", "method": "GET", "path": "/", "headers": []}, receive, send
+                )
+
+    asyncio.run(check())
+    assert len(sent) == (2 if answer else 0)

@@ -31,7 +31,8 @@ def test_the_contents_of_a_folder_are_read(model_dir: Path, tmp_path: Path) -> N
         write_adapter(tmp_path / "a", model_dir, rank=4, alpha=6, targets=("q_proj", "down_proj")), model_dir
     )
     assert (adapter.name, adapter.rank, adapter.scale, len(adapter.ranks)) == ("one", 4, 1.5, 4)
-    assert adapter.element_count == 2 * (4 * (64 + 64) + 4 * (64 + 176))
+    assert adapter.element_count() == 2 * (4 * (64 + 64) + 4 * (64 + 176))
+    assert adapter.element_count(2) == 2 * (4 * (64 + 32) + 4 * (64 + 88))
     rs = write_adapter(tmp_path / "b", model_dir, rank=4, alpha=6, use_rslora=True)
     assert read(rs, model_dir).scale == 3.0
     assert read(rs, model_dir).revision != adapter.revision

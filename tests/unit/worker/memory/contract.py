@@ -177,6 +177,30 @@ class BackendContract:
         assert one.value(1) == 9
         one.unmap(0, 3)
 
+    def test_a_backend_beside_it_has_extents_again_that_were_given_up_and_taken_back(
+        self, created: MemoryBackend, one: Range
+    ) -> None:
+        beside = created.beside(created.export(0, COUNT))
+        beside.create(one.extent_bytes, COUNT)
+        there, away = Range(beside, one.extent_bytes), [ExtentRun(1, 2), ExtentRun(4, 1)]
+        one.map(0, ExtentRun(0, 1))
+        one.extents[0].fill_(5)
+        for _ in range(2):
+            beside.give_up(away)
+            created.give_up(away)
+            created.take_back(away)
+            beside.take_back(away, created.export(0, COUNT))
+            one.map(1, ExtentRun(1, 4))
+            there.map(0, ExtentRun(0, 5))
+            assert [there.value(slot) for slot in (0, 1, 2, 4)] == [5, 0, 0, 0]
+            one.extents[2].fill_(7)
+            assert there.value(2) == 7
+            there.unmap(0, 5)
+            one.unmap(1, 4)
+        one.unmap(0, 1)
+        there.close()
+        beside.close()
+
     def test_extents_are_created_once(self, created: MemoryBackend, extent_bytes: int) -> None:
         with pytest.raises(InvariantViolation):
             created.create(extent_bytes, COUNT)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -105,7 +106,46 @@ def test_random_changes_with_calls_that_are_refused_in_any_rank(driver: FakeDriv
     ranked.engine.close()  # the fixture checks what the driver still holds
 
 
-def ask(ranked: Ranked, name: str, *arguments: object) -> object:
+def test_all_ranks_release_their_memory_when_parked_and_none_has_any_if_one_cannot_wake(
+    driver: FakeDriver, model: Path
+) -> None:
+    ranked = open_ranks(model)
+    memory, report = ranked.engine.memory, ranked.engine.memory.report()
+    assert memory.can_park
+    checksums = [memory.parameters.layer_checksum(layer) for layer in range(LAYERS)]
+    for layer in range(LAYERS):
+        ranked.engine.keep_layer(layer)
+    for fails_here, fails_there in ((None, None), (None, 0), (0, None), (None, 3), (3, None)):
+        memory.drop_layers([1])
+        memory.release_retired()
+        memory.park()
+        memory.check()
+        kept = memory.pool.extent_count - memory.pool.free_count
+        assert driver.counts[0] == RANKS * kept, "rank 0 has no handle of free extents, its own or the other rank's"
+        assert ask(ranked, "said")[1][0] == kept
+        if fails_here is not None or fails_there is not None:
+            driver.fail_at(fails_here)
+            ask(ranked, "fail_at", fails_there)
+            with pytest.raises(ConfigError, match="device_memory_bytes"):
+                memory.unpark()
+            driver.fail_at(None)
+            ask(ranked, "fail_at", None)
+            assert (driver.counts[0], ask(ranked, "said")[1][0]) == (RANKS * kept, kept)
+        memory.unpark()
+        memory.make_room_for_layers(range(LAYERS), block_count=0)
+        for layer in range(LAYERS):
+            assert ranked.engine.read_layer(layer)
+        memory.open_window()
+        memory.close_leaving()
+        memory.check()
+        compare(ranked, driver)
+        assert memory.report() == report
+        assert [memory.parameters.layer_checksum(layer) for layer in range(LAYERS)] == checksums
+    ranked.engine.close()
+    ranked.crew.close()
+
+
+def ask(ranked: Ranked, name: str, *arguments: object) -> Any:
     """Calls a method of the other rank's driver and returns the result."""
     ranked.crew.tell(Remap(name, arguments, {}))
     [answer] = ranked.crew.answers().values()
