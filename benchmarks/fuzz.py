@@ -300,7 +300,7 @@ async def _call(channel: grpc.aio.Channel, target: FuzzTarget, data: Sequence[by
                 await running
     except grpc.aio.AioRpcError as error:
         return error.code().name
-    except (TimeoutError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+    except (TimeoutError, asyncio.InvalidStateError, asyncio.CancelledError, grpc.aio.BaseError) as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise

@@ -117,7 +117,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
 
     most = step_limits_of(settings)
     by_share = settings.device != "cpu" and "device_memory_bytes" not in settings.model_fields_set
-    links_bytes = device_bytes(settings.transport, settings.device.partition(":")[0])
+    links_bytes = device_bytes(settings.transport, settings.device, settings.tensor_parallel_size)
     load_one = functools.partial(
         load_engine,
         settings.model,

@@ -1,4 +1,5 @@
-"""Plants secrets and client texts in every cluster and process that tests start, and searches all logs for them.
+"""Plants secrets and client texts in every cluster and process that tests start, and searches all logs for them, and
+for crashes of the interpreter.
 
 Every state server of a test has a user with a password, which is part of the URL that services get. Tokens, cluster
 secrets and passwords are recorded when created. Each cluster receives requests with marked prompts before it stops. The
@@ -33,7 +34,8 @@ _SERVICES: Final = ("MONITOR", "PLANNER", "WORKER", "DISPATCHER", "GATEWAY")
 DEBUG: Final[Mapping[str, str]] = {f"BALLAST_{service}__LOG_LEVEL": "debug" for service in _SERVICES}
 _SECRET_CHARS: Final = 40  # shorter values are ids
 _OVERLAP: Final = 256  # overlap of consecutive pieces of a file: longer than any secret
-_WORDS: Final = (PROMPT, STOP, PASSWORD, ", ".join(map(str, IDS[:2])))
+_CRASH: Final = "Fatal Python error"  # printed by faulthandler, by a process that was forked and not executed yet, too
+_WORDS: Final = (PROMPT, STOP, PASSWORD, ", ".join(map(str, IDS[:2])), _CRASH)
 
 
 class Canaries:
@@ -61,7 +63,7 @@ class Canaries:
             yield
 
     def seen(self) -> list[str]:
-        """The secrets found so far, each with the name of the file that contains it."""
+        """The secrets and crashes found so far, each with the name of the file that contains it."""
         secrets = [secret.encode() for secret in (*_WORDS, *self._made)]
         found: list[str] = []
         for path in sorted(self._folder.iterdir()):
@@ -134,4 +136,4 @@ def canaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
     seen = found.seen()
     shutil.rmtree(folder)
-    assert not seen, f"logs contain secrets: {seen[:20]}"
+    assert not seen, f"logs contain secrets or crashes: {seen[:20]}"

@@ -42,19 +42,22 @@ class Tiling(NamedTuple):
 
 
 def tiling(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, capability: Capability) -> Tiling:
-    """Tile sizes for a GPU. Chunks get large tiles where registers and shared memory suffice: on sm_90 and sm_100, not
-    on sm_80, and not on sm_120, which has 99 KiB of shared memory.
+    """Tile sizes for a GPU. Chunks get the largest tiles at which nothing spills. sm_90 and sm_100 take operands of
+    products from shared memory; other GPUs hold them in registers, and sm_86 to sm_89 and sm_120 have 99 KiB of shared
+    memory.
     """
     if dtype == torch.float32:
         return Tiling(32, 32 if head_dim <= 128 else 16, 32)
     if head_dim > 128:
         return Tiling(32, 32, 32)
     decode_tokens = 32 if head_dim <= 64 else 64
-    if capability[0] not in (9, 10):
-        return Tiling(decode_tokens, 64, 64)
-    # float8 is converted in registers, and heads of other sizes lack aligned addresses: more tokens would spill.
-    chunk_tokens = 64 if (kv_dtype == FP8 and head_dim > 64) or head_dim % 16 else 128
-    return Tiling(decode_tokens, 128, chunk_tokens, chunk_warps=8, chunk_stages=2, chunk_unmasked=True)
+    # float8 is converted in registers, and heads of other sizes lack aligned addresses.
+    narrow = bool(head_dim % 16) or (kv_dtype == FP8 and head_dim > 64)
+    if capability[0] in (9, 10):
+        queries, chunk_tokens, warps = 128, 64 if narrow else 128, 8
+    else:
+        queries, chunk_tokens, warps = (64, 32, 4) if narrow else (128, 64 if head_dim <= 64 else 32, 8)
+    return Tiling(decode_tokens, queries, chunk_tokens, chunk_warps=warps, chunk_stages=2, chunk_unmasked=True)
 
 
 class CudaAttention:

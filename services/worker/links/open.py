@@ -57,18 +57,20 @@ def carrier_of(name: str, device_type: str) -> str:
     return "nccl" if device_type == "cuda" and torch.distributed.is_nccl_available() else "tcp"
 
 
-def device_bytes(name: str, device: str) -> int:
-    """Return the estimated maximum of device memory used by links, which is reserved in addition to parameters and KV.
-    `device`: as in the setting (cpu, cuda, cuda:1, cuda:auto).
+def device_bytes(name: str, device: str, ranks: int = 1) -> int:
+    """Return the estimated maximum of device memory used by links and by NCCL, which is reserved in addition to
+    parameters and KV. `device`: as in the setting (cpu, cuda, cuda:1, cuda:auto). `ranks`: several sum over NCCL.
     """
     device_type = device.partition(":")[0]
     carrier = carrier_of(name, device_type)
     if device_type == "cpu":
         return 0
     slots_bytes = SLOT_BYTES * (2 if carrier == "tcp" else 2 * TransportConfig().window_chunks)
-    from services.worker.links.channels.nccl import COMMUNICATOR_BYTES
+    from services.worker.links.channels.nccl import COMMUNICATOR_BYTES, FIRST_BYTES
 
-    return _MOST_LINKS * ((COMMUNICATOR_BYTES if carrier == "nccl" else 0) + slots_bytes)
+    has_nccl = carrier == "nccl"
+    process_bytes = FIRST_BYTES if has_nccl or ranks > 1 else 0
+    return process_bytes + _MOST_LINKS * ((COMMUNICATOR_BYTES if has_nccl else 0) + slots_bytes)
 
 
 def _transport(name: str, device: torch.device) -> Transport:

@@ -162,9 +162,8 @@ if __name__ == "__main__":
     for step, heads in itertools.product(STEPS, HEADS):
         if step != "split" or heads == HEADS[0]:
             compare(step, *heads, torch.float32)
-    for heads in HEADS:
-        compare("mixed", *heads, torch.float16)
-    compare("mixed", *HEADS[0], torch.float16, capability=(8, 0))
+    for heads, capability in itertools.product(HEADS, ((9, 0), (8, 0))):
+        compare("mixed", *heads, torch.float16, capability=capability)
     for dtype, (heads, kv_heads, head_dim) in itertools.product(TYPES, HEADS):
         compare_operations(model(heads, kv_heads, head_dim), dtype, torch.device("cpu"))
     for as_bytes in (True, False):

@@ -224,3 +224,11 @@ def test_the_transport_of_links_follows_from_the_memory(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
     assert carrier_of(said, device.partition(":")[0]) == carrier
     assert bool(device_bytes(said, device)) == (device != "cpu")
+
+
+def test_memory_is_reserved_for_what_nccl_takes_once_in_a_process() -> None:
+    slots_bytes = 8 * 16 << 20
+    assert device_bytes("tcp", "cuda") == slots_bytes
+    assert device_bytes("tcp", "cuda:1", ranks=2) == slots_bytes + (310 << 20)
+    assert device_bytes("nccl", "cuda", ranks=2) == device_bytes("nccl", "cuda") == (8 * 128 + 310) << 20
+    assert device_bytes("auto", "cpu", ranks=2) == 0
