@@ -82,6 +82,8 @@ class Sizing:
             return {}, None
         added, self.why = compared.chosen.candidate.added, compared.chosen.told()
         on_count = sum(m.takes_new for m in members) + len(reserve.waking_s)
+        if (lacking := self.rules.least_instances - on_count) > max(0, added):
+            added, self.why = lacking, f"the minimum is {self.rules.least_instances}"
         if added >= 0:
             self._calm_since_s = None
             self.wanted_count = on_count + added
