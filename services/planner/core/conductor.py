@@ -174,7 +174,7 @@ class Conductor:
             if self._must_end and self.holds_layout:
                 return []
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
-        if self.busy or isinstance(self._change, DropRequest):
+        if self.busy or isinstance(self._change, DropRequest) or (self._change is not None and self._change.request_id):
             return []
         self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
