@@ -74,10 +74,10 @@ class Desk:
             everything = await runner.stored(runner.store.usage)
             self._check_bytes(everything, await runner.stored(runner.store.usage, owner), upload.bytes)
             file = await asyncio.to_thread(upload.commit)
-            await runner.stored(runner.store.add_file, file)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(form.abort))
             raise
+        await runner.stored(runner.store.add_file, file)  # removes the file itself if it fails
         return JSONResponse(_file_object(file))
 
     def _check_bytes(self, everything: CallerUsage, own: CallerUsage, added: int) -> None:

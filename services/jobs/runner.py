@@ -347,9 +347,12 @@ class Runner:
             output, errors = (None if file is None else file.id for file in files)
             async with self._changing:
                 ended = self._batches[batch.id].finished(output, errors, self.now_s())
-                await self.stored(
-                    self.store.end_batch, ended, self.now_s(), [file for file in files if file is not None]
-                )
+                kept = [file for file in files if file is not None]
+                try:
+                    await self.stored(self.store.end_batch, ended, self.now_s(), kept)
+                except asyncio.CancelledError:
+                    uploads.clear()  # it may still be committed; otherwise the next start removes the files
+                    raise
                 self._has_room()
                 del self._batches[batch.id]
         except BaseException:

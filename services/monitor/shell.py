@@ -475,7 +475,7 @@ class MonitorShell:
             await asyncio.sleep(self._tick_s)
 
     def _update_gauges(self) -> None:
-        _INSTANCES.set(len(self.core.entries))
+        _INSTANCES.set(sum(not entry.stuck for entry in self.core.entries.values()))
         now_s = time.monotonic()
         self._update_demand_gauges(now_s)
         there = set(self.core.entries)

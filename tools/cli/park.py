@@ -73,20 +73,23 @@ async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace
 
     Raises:
         Unavailable: it should serve, but its process has ended.
-        NotPossible: it should be parked, but serves again.
+        NotPossible: it should be parked, but serves again, or the reverse.
     """
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)
-        group = group_of(LAYOUT.record(answer.layout), WorkerId(args.worker))
-        if group is None:
+        layout = LAYOUT.record(answer.layout)
+        group = group_of(layout, WorkerId(args.worker))
+        standing = None if group is None else next(m.standing for m in group.members if m.worker_id == args.worker)
+        if standing is None and (layout.epoch or not args.wait):  # epoch 0: a new leader, which has not read it yet
             if args.wait and wanted is Standing.SERVING:
                 raise Unavailable(args.worker, "its process has ended; start it again")
             return Standing.PARKED
-        standing = next(m.standing for m in group.members if m.worker_id == args.worker)
-        if standing is wanted or not args.wait:
+        if standing is not None and (standing is wanted or not args.wait):
             return standing
         if wanted is Standing.PARKED and standing is Standing.SERVING:
             raise NotPossible(f"{args.worker} serves again: it cannot be parked (its log says why), or was woken")
+        if wanted is Standing.SERVING and standing in (Standing.LEAVING, Standing.PARKED):
+            raise NotPossible(f"{args.worker} is {standing} again: it was parked meanwhile")
         await asyncio.sleep(_POLL_S)
 
 

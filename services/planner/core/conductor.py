@@ -174,7 +174,7 @@ class Conductor:
             if self._must_end and self.holds_layout:
                 return []
             return self._steps(AbortWanted(event.at_s, "demand is back"), event.at_s, event.cause_id)
-        if self.busy or isinstance(self._change, DropRequest):
+        if self.busy or isinstance(self._change, DropRequest) or (self._change is not None and self._change.request_id):
             return []
         self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
@@ -568,6 +568,7 @@ class Conductor:
     def stand_by(self) -> list[p.Command]:
         waiting = [request_id for request_id, request in self._requests.items() if request.epoch is None]
         self._give_up()
+        self.__post_init__()  # without stale evaluations; what was learned is stored
         for request_id in waiting:
             del self._requests[request_id]
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]

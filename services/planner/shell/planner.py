@@ -287,9 +287,10 @@ class PlannerShell:
             get_logger().debug("learned data is not written", why=str(error))
 
     def _publish_wanted(self) -> None:
-        wanted = self.core.conductor.sizing.wanted(self.core.layout) if self.core.active else None
+        sizing = self.core.conductor.sizing
+        wanted = sizing.wanted(self.core.layout) if self.core.active else None
         self._counting.wanted(0 if wanted is None else wanted.wanted)
-        if self._webhook is not None:
+        if self._webhook is not None and (wanted is None or sizing.wanted_count):
             self._webhook.offer(wanted)
 
     async def _write_journal(self, command: p.WriteJournal) -> None:

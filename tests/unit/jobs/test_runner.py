@@ -6,6 +6,8 @@ import asyncio
 import errno
 import shutil
 import sqlite3
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +53,27 @@ def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None
         assert (done.state, done.total, done.completed, done.failed) == (BatchState.COMPLETED, COUNT, 36, 4)
         assert results(tmp_path, done) == expected(COUNT)
         assert store.results("batch_1", 0, 10) == []  # they are in the files
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_results_survive_a_stop_while_their_batch_is_being_ended(tmp_path: Path) -> None:
+    begun = threading.Event()
+
+    def slow(what: str) -> None:
+        if what == "commit end a batch":
+            begun.set()
+            time.sleep(0.3)
+
+    async def check() -> None:
+        store = stored(tmp_path, slow)
+        async with running(store, ScriptedGateway()):
+            await soon(begun.is_set)
+        store.close()
+        store = Store(tmp_path, 2)
+        assert store.batch("batch_1", "").has_ended, "the transaction is not interrupted"
+        assert results(tmp_path, store.batch("batch_1", "")) == expected(COUNT)
         store.close()
 
     asyncio.run(check())

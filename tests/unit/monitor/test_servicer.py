@@ -306,6 +306,17 @@ def test_reports_are_answered_and_seen_in_the_status() -> None:
     tell(story)
 
 
+def test_an_instance_whose_engine_hangs_does_not_count_as_alive() -> None:
+    async def story(shell: MonitorShell, stub: Stub) -> None:
+        call = stub.Report()
+        for request, count in ((announce(), 1), (loaded(step_age_s=61.0), 0), (load(), 1)):
+            await call.write(request)
+            await call.read()
+            await soon(lambda count=count: REGISTRY.get_sample_value("ballast_instances") == count)
+
+    tell(story)
+
+
 def test_an_old_life_and_a_second_stream() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         first = stub.Report()

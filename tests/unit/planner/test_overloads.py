@@ -189,3 +189,12 @@ def test_a_drop_ends_the_prediction_for_doing_nothing_and_a_failed_one_has_none(
     planner.wait(60.0)  # no member answers, so the drop is aborted
     assert Stage.ABORTED in planner.journal
     assert prediction_log.of(drop.epoch) is None
+
+
+def test_an_overload_does_not_replace_an_operators_pending_request() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    said = planner.core.handle(p.RestoreRequested(planner.now_s, "c", "r"))
+    said += planner.core.handle(p.OverloadRaised(planner.now_s, "c", 1 << 20))
+    said += planner.core.handle(p.LoadsRead(planner.now_s, "c", p.ClusterLoad({}), ""))
+    assert [command.request_id for command in said if isinstance(command, p.RefuseChange)] == ["r"]

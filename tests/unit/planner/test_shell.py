@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,3 +55,20 @@ def test_any_failure_in_a_timer_ends_the_planner(error: Exception, monkeypatch: 
     [end] = caught.value.exceptions
     assert isinstance(end, InvariantViolation)
     assert str(error.args[0]) in str(end)
+
+
+def test_no_number_of_instances_is_posted_before_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new leader has read neither layout nor loads. A scaler that it told 0 would end all instances."""
+    state = StateServer("redis://127.0.0.1:1")
+    monitor = MonitorEvents(LeaderAddress(state, "monitor", "127.0.0.1:1"))
+    shell = build_shell(PlannerSettings(), state, monitor, Members(lambda _: None))
+    webhook = Mock()
+    monkeypatch.setattr(shell, "_webhook", webhook)
+    monkeypatch.setattr(shell, "_execute", Mock())
+    shell.change_leadership(7)
+    webhook.offer.assert_not_called()
+    shell.core.conductor.sizing.wanted_count = 3
+    shell.change_leadership(None)
+    webhook.offer.assert_called_once_with(None)
+    shell.change_leadership(8)
+    webhook.offer.assert_called_once_with(None)

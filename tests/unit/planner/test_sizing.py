@@ -5,6 +5,7 @@ from dataclasses import replace
 from ballast.common.layout import Standing
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Traffic
+from services.planner.core import messages as p
 from services.planner.core.messages import OverloadRaised, ReliefRaised, Sized
 from services.planner.core.sizing import Sizing, SizingRules
 from services.planner.core.stages import Stage
@@ -110,6 +111,20 @@ def test_instances_leave_one_by_one_down_to_the_minimum() -> None:
         for worker in away(planner):
             says(planner, worker, parked=True)
     assert len(away(planner)) == 2
+
+
+def test_a_planner_that_leads_again_does_not_count_calm_from_before() -> None:
+    planner = started(load=FULL)
+    go_on(planner, 70.0)
+    planner.load = IDLE
+    go_on(planner, 5.0)
+    planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
+    planner.now_s += 3600.0
+    planner.start(*NAMES)
+    go_on(planner, 8.0)
+    assert away(planner) == []
+    go_on(planner, 30.0)
+    assert away(planner)
 
 
 def test_the_minimum_serves_even_without_demand() -> None:
