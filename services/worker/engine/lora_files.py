@@ -84,7 +84,9 @@ class AdapterFiles:
 
 
 def divides_inputs(module: str) -> bool:
-    """With tensor parallelism, ranks divide a module's inputs (True: attention output, MLP down) or its outputs."""
+    """True if tensor-parallel ranks divide the module's inputs (attention output, MLP down); False if they divide its
+    outputs.
+    """
     return module.rpartition(".")[2] in ("o_proj", "down_proj")
 
 

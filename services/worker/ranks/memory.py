@@ -69,7 +69,11 @@ class RankedMemory(DeviceMemory):
         self._on_all("give_up")
 
     def unpark(self) -> None:
-        """As `DeviceMemory.unpark`; if any device lacks the memory, no rank keeps any."""
+        """Allocate the memory of all ranks again, for `make_room_for_layers`.
+
+        Raises:
+            ConfigError: a device lacks the memory; no rank keeps any.
+        """
         self._crew.tell(Remap("unpark", (), {}))
         lacking = list[str]()
         try:

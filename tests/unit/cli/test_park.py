@@ -1,4 +1,4 @@
-"""What `ballast park --wait` and `ballast wake --wait` conclude from the layouts that they see."""
+"""`ballast park --wait` and `ballast wake --wait` wait for a layout, and report when it cannot come."""
 
 import argparse
 import asyncio

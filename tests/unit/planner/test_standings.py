@@ -146,7 +146,7 @@ def test_a_leaving_instance_takes_part_in_no_drop() -> None:
 
 
 def test_another_instance_is_woken_if_the_first_one_does_not_wake() -> None:
-    """With no instance serving, requests must not wait for one that another process keeps from its memory."""
+    """If no instance serves and the woken one lacks memory, because another process uses it, another one is woken."""
     planner = started("w0", "w1", "w2")
     for worker in ("w1", "w2"):
         ask(planner, worker, away=True)
