@@ -229,14 +229,15 @@ def run(args: argparse.Namespace) -> int:
             _emulate(args, Path(folder))
         elif args.profile is not None:
             raise ConfigError("--profile", "is for --engine emulated; a worker's own profile is its --cost-profile")
-        adapters, starting = adapters_of(args.lora_modules), _Up(args)
-        for policy in (None, args.twin) if args.twin else (None,):
-            check_flags(starting.service_flags(policy), str(args.model))  # before a long download
-        if args.model is None:
+        has_default_model = args.model is None
+        if has_default_model:
             args.model = make_preset(_DEFAULT_PRESET, Path(folder) / _DEFAULT_PRESET)
             args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
-        elif args.engine == "torch":
+        adapters, starting = adapters_of(args.lora_modules), _Up(args)
+        for policy in (None, args.twin) if args.twin else (None,):
+            check_flags(starting.service_flags(policy), str(args.model))  # before a long download
+        if args.engine == "torch" and not has_default_model:
             # Download the model here, with a progress bar, so that its problems are reported once rather than by each
             # worker.
             ranks = int(args.tensor_parallel_size or 1)
