@@ -143,3 +143,15 @@ def test_a_leaving_instance_takes_part_in_no_drop() -> None:
     planner.drop("w1", "w2")
     [refusal] = [c for c in planner.said if isinstance(c, p.RefuseChange)]
     assert refusal.why == "not in service: w2 (leaving)"
+
+
+def test_two_requests_at_once_do_not_park_the_last_instances() -> None:
+    """The second one arrives before the layout contains the first."""
+    planner = started("w0", "w1")
+    commands = [
+        command
+        for worker in ("w0", "w1")
+        for command in planner.core.handle(p.StandingRequested(planner.now_s, "c", worker, WorkerId(worker), True))
+    ]
+    [refusal] = [command for command in commands if isinstance(command, p.RefuseChange)]
+    assert (refusal.request_id, refusal.why) == ("w1", "no instance but w1 serves")
