@@ -568,6 +568,7 @@ class Conductor:
     def stand_by(self) -> list[p.Command]:
         waiting = [request_id for request_id, request in self._requests.items() if request.epoch is None]
         self._give_up()
+        self.sizing = Sizing(self.sizing.rules)  # what it has seen is outdated when it leads again
         for request_id in waiting:
             del self._requests[request_id]
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]

@@ -289,10 +289,11 @@ class PlannerShell:
             get_logger().debug("learned data is not written", why=str(error))
 
     def _publish_wanted(self) -> None:
-        wanted = self.core.conductor.sizing.wanted(self.core.layout) if self.core.active else None
+        sizing = self.core.conductor.sizing
+        wanted = sizing.wanted(self.core.layout) if self.core.active else None
         self._counting.wanted(0 if wanted is None else wanted.wanted)
-        if self._webhook is not None:
-            self._webhook.offer(wanted)
+        if self._webhook is not None:  # while the number is unknown, the receiver keeps the last one
+            self._webhook.offer(wanted if sizing.wanted_count else None)
 
     async def _write_journal(self, command: p.WriteJournal) -> None:
         outcome = await unless_it_fails(self._store.write_journal(command), p.WriteOutcome.UNAVAILABLE)

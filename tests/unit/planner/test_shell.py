@@ -2,10 +2,12 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
 from ballast.common.errors import ConfigError, InvariantViolation
+from ballast.common.wanted import Wanted
 from ballast.service.leadership import LeaderAddress
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer
@@ -14,6 +16,7 @@ from services.planner.config import PlannerSettings
 from services.planner.core.machine import PlannerCore
 from services.planner.core.messages import Command, Event, SetTimer
 from services.planner.peers import Members, MonitorEvents
+from services.planner.shell.webhook import Webhook
 
 
 def test_the_ttft_target_reaches_the_policy() -> None:
@@ -54,3 +57,25 @@ def test_any_failure_in_a_timer_ends_the_planner(error: Exception, monkeypatch: 
     [end] = caught.value.exceptions
     assert isinstance(end, InvariantViolation)
     assert str(error.args[0]) in str(end)
+
+
+def test_a_number_that_is_not_known_yet_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that has just started knows neither the layout nor any load, and a scaler would end all workers."""
+    offered: list[Wanted | None] = []
+    monkeypatch.setattr(Webhook, "offer", lambda _, wanted: offered.append(wanted))
+    (secret := tmp_path / "secret").write_text("0123456789abcdef")
+
+    async def story() -> None:
+        settings = PlannerSettings(scale_webhook="http://127.0.0.1:1/", scale_webhook_secret_file=secret)
+        state = StateServer("redis://127.0.0.1:1")
+        monitor = MonitorEvents(LeaderAddress(state, "monitor", "127.0.0.1:1"))
+        shell = build_shell(settings, state, monitor, Members(lambda _: None))
+        running = asyncio.create_task(shell.run())
+        await asyncio.sleep(0)
+        shell.change_leadership(7)
+        running.cancel()
+        await asyncio.wait([running])
+        await state.close()
+
+    asyncio.run(story())
+    assert offered == [None]
