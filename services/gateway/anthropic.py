@@ -90,10 +90,18 @@ class MessagesRequest(BaseModel):
 
     def as_tokens(self) -> TokenizeRequest:
         """The equivalent tokenisation request, which counts the prompt's tokens."""
-        try:
-            return TokenizeRequest(model=self.model, messages=self._messages(), tools=self._tools())
-        except ValidationError as error:
-            raise refused(error) from error
+        chat = self.model_copy(update={"max_tokens": 1}).as_chat()
+        given = {"enable_thinking": chat.enable_thinking, "reasoning_effort": chat.reasoning_effort}
+        return TokenizeRequest(
+            model=chat.model,
+            messages=chat.messages,
+            tools=chat.tools,
+            continue_final_message=chat.continue_final_message,
+            chat_template_kwargs={
+                **(chat.chat_template_kwargs or {}),
+                **{k: v for k, v in given.items() if v is not None},
+            },
+        )
 
     def _messages(self) -> list[Message]:
         for name in _UNSUPPORTED:

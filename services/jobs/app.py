@@ -309,6 +309,7 @@ async def _json(request: Request) -> Mapping[str, object]:
             raise invalid(None, f"the body has more than {_MAX_JSON_BYTES} bytes", code="body_too_large", status=413)
     try:
         given: object = json.loads(bytes(body))
+        json.dumps(given, ensure_ascii=False).encode()  # fails for unpaired surrogates, which no answer can contain
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the body is not valid JSON: {error}") from error
     if not isinstance(given, dict):
@@ -343,7 +344,7 @@ def _check_upload(fields: Mapping[str, str]) -> None:
 def _limit(given: str | None, default: int, most: int) -> int:
     if given is None:
         return default
-    if not given.isdecimal() or not 1 <= int(given) <= most:
+    if not given.isdecimal() or len(given) > len(str(most)) or not 1 <= int(given) <= most:
         raise invalid("limit", f"must be between 1 and {most}, got {given!r}")
     return int(given)
 

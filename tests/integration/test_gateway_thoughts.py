@@ -106,6 +106,10 @@ def test_anthropics_form_has_the_same_answer(thinking: Thinking, ai: OpenAI) -> 
     assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 100)
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] == 100
     assert count["input_tokens"] == answer["usage"]["input_tokens"]
+    begun = {**body, "messages": [*MESSAGES, {"role": "assistant", "content": "Well"}], "max_tokens": 1}
+    with httpx.Client(base_url=thinking.base, headers={"x-api-key": "any"}, timeout=60) as http:
+        count, answer = (http.post(path, json=begun).json() for path in ("/messages/count_tokens", "/messages"))
+    assert count["input_tokens"] == answer["usage"]["input_tokens"]
     deltas = [json.loads(part.split("data: ")[1]) for part in events if "thinking_delta" in part]
     assert "".join(delta["delta"]["thinking"] for delta in deltas) == block["thinking"]
     assert events[0].startswith("event: message_start\n")

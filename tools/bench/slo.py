@@ -16,7 +16,7 @@ class Slo:
 
     def __post_init__(self) -> None:
         for name, value in (("--slo-ttft-s", self.ttft_s), ("--slo-tpot-s", self.tpot_s)):
-            if value is not None and value <= 0.0:
+            if value is not None and not value > 0.0:
                 raise ConfigError(name, f"must be above 0, got {value:g}")
         if not 0.0 < self.share <= 1.0:
             raise ConfigError("--slo-share", f"must be above 0 and at most 1, got {self.share:g}")

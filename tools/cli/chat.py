@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ballast.client import ChatMessage, Client
-from ballast.common.errors import BallastError, InvalidRequest, Overloaded, Unavailable
+from ballast.common.errors import BallastError
 from tools.cli.arguments import Commands, add_address, add_sampling, sampling_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _converse(chat: "Chat") -> None:
                 chat.say(line)
         except KeyboardInterrupt:  # ends the answer, not the conversation
             print("\n(cancelled)")
-        except (InvalidRequest, Overloaded, Unavailable) as error:
+        except BallastError as error:
             print(f"ballast: {error}", file=sys.stderr)
 
 

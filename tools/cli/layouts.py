@@ -111,8 +111,10 @@ def run_drop(args: argparse.Namespace) -> int:
 
 
 def run_restore(args: argparse.Namespace) -> int:
+    request = pb.RestoreRequest(request_id=_new_request_id())
+
     async def restore(planner: "PlannerServiceAsyncStub") -> int:
-        answer = await planner.Restore(pb.RestoreRequest(request_id=_new_request_id()), timeout=_TIMEOUT_S)
+        answer = await planner.Restore(request, timeout=_TIMEOUT_S)
         return await _finish(args, planner, answer.epoch, ())
 
     return _ask(args, restore)

@@ -48,8 +48,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run_park(args: argparse.Namespace) -> int:
+    request = pb.ParkWorkerRequest(worker_id=args.worker, request_id=secrets.token_hex(8))
+
     async def park(planner: "PlannerServiceAsyncStub") -> Standing:
-        request = pb.ParkWorkerRequest(worker_id=args.worker, request_id=secrets.token_hex(8))
         await planner.ParkWorker(request, timeout=_TIMEOUT_S)
         return await _standing(planner, args, Standing.PARKED)
 
@@ -57,8 +58,9 @@ def run_park(args: argparse.Namespace) -> int:
 
 
 def run_wake(args: argparse.Namespace) -> int:
+    request = pb.WakeWorkerRequest(worker_id=args.worker, request_id=secrets.token_hex(8))
+
     async def wake(planner: "PlannerServiceAsyncStub") -> Standing:
-        request = pb.WakeWorkerRequest(worker_id=args.worker, request_id=secrets.token_hex(8))
         await planner.WakeWorker(request, timeout=_TIMEOUT_S)
         return await _standing(planner, args, Standing.SERVING)
 

@@ -43,25 +43,28 @@ def run(args: argparse.Namespace) -> int:
     if recording.lost_count:
         lost = counted(recording.lost_count, "request")
         print(f"{lost} ended faster than they could be asked for, and are not in the trace", file=sys.stderr)
+    for address in recording.silent:
+        print(f"{address} does not answer, and its latest requests are not in the trace", file=sys.stderr)
     text = "".join(line + "\n" for line in recording.lines())
     if args.out is None or str(args.out) == "-":
         sys.stdout.write(text)
     else:
         args.out.write_text(text, encoding="utf-8")
     print(f"recorded {counted(len(recording.rows), 'request')}", file=sys.stderr)
-    return 0
+    return 1 if recording.silent else 0
 
 
 @dataclass(slots=True)
 class Recording:
     """The ended requests that arrived during a recording, from all dispatchers. `lost_count`: number of requests that
-    dispatchers have forgotten, or that exceed the limit.
+    dispatchers have forgotten, or that exceed the limit. `silent`: dispatchers that did not answer the latest poll.
     """
 
     began_unix_s: float
     until_unix_s: float
     rows: list[EndedRequest] = field(default_factory=list[EndedRequest])
     lost_count: int = 0
+    silent: list[str] = field(default_factory=list[str])
 
     def take(self, requests: Iterable[EndedRequest], forgotten_count: int) -> None:
         self.lost_count += forgotten_count
@@ -87,7 +90,7 @@ def _record(client: Client, recording: Recording) -> None:
     lasts: dict[str, int | None] = dict.fromkeys(client.addresses)
     told_at_s = time.monotonic()
     while True:
-        open_s: list[float] = []
+        open_s, silent = list[float](), list[str]()
         for address, last in lasts.items():
             try:
                 answer = client.ended_requests(address, last)
@@ -96,14 +99,16 @@ def _record(client: Client, recording: Recording) -> None:
             except (Unavailable, DeadlineExceeded):
                 if len(lasts) == 1 and last is None:
                     raise
+                silent.append(address)
                 continue
             recording.take(answer.requests, answer.forgotten_count)
             lasts[address] = answer.last
             if answer.oldest_open_unix_s is not None:
                 open_s.append(answer.oldest_open_unix_s)
-        now_s = time.time()
+        recording.silent, now_s = silent, time.time()
         over = now_s >= recording.until_unix_s
-        if over and (min(open_s, default=now_s) > recording.until_unix_s or now_s > recording.until_unix_s + _LINGER_S):
+        ended = not silent and min(open_s, default=now_s) > recording.until_unix_s
+        if over and (ended or now_s > recording.until_unix_s + _LINGER_S):
             return
         if time.monotonic() - told_at_s >= _TELL_S:
             told_at_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 from ballast.common.errors import ConfigError
@@ -11,6 +12,7 @@ from tools.cli.arguments import Commands
 from tools.local.scaling import hearing
 
 _PLACE = "{wanted}"
+_AGAIN_S = 15.0  # pause before a failed command is run again
 
 
 def add_parser(commands: Commands) -> None:
@@ -19,7 +21,8 @@ def add_parser(commands: Commands) -> None:
         help="start and stop workers with your own command, as the planner wants",
         description="Receives the webhook of planners (--scale-webhook) and runs the command, with the wanted number in"
         f" place of {_PLACE}: `ballast scale --secret-file FILE -- docker compose up -d --no-recreate --scale"
-        f" worker={_PLACE}`. Runs one command at a time, then the latest number received meanwhile.",
+        f" worker={_PLACE}`. Runs one command at a time, then the latest number received meanwhile. A failed command is"
+        f" run again after {_AGAIN_S:.0f} s, because planners send only changes.",
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -59,16 +62,20 @@ async def _follow(args: argparse.Namespace, host: str, port: int, secret: bytes)
     try:
         async with hearing(secret, told.put_nowait, host, port) as url:
             print(f"listening at {url}", flush=True)
+            wanted = await told.get()
             while True:
-                wanted = await told.get()
                 while not told.empty():
                     wanted = told.get_nowait()
-                await _carry_out(args, wanted)
+                is_done = await _carry_out(args, wanted)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if is_done else _AGAIN_S):
+                        wanted = await told.get()
     except OSError as error:
         raise ConfigError("--listen", f"{args.listen}: {error.strerror}") from error
 
 
-async def _carry_out(args: argparse.Namespace, wanted: Wanted) -> None:
+async def _carry_out(args: argparse.Namespace, wanted: Wanted) -> bool:
+    """Run the command. Returns True if it succeeded."""
     count = min(args.most, max(args.least, wanted.wanted))
     command = [word.replace(_PLACE, str(count)) for word in args.command]
     try:
@@ -77,3 +84,4 @@ async def _carry_out(args: argparse.Namespace, wanted: Wanted) -> None:
         raise ConfigError("COMMAND", f"{command[0]}: {error.strerror}") from error
     ending = "" if status == 0 else f"; the command ended with {status}"
     print(f"{count} wanted ({wanted.reason}){ending}", flush=True)
+    return status == 0

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.plot is not None:
         require_matplotlib("--plot")
-    if args.price is not None and args.price <= 0.0:
+    if args.price is not None and not 0.0 < args.price < math.inf:
         raise ConfigError("--price", f"must be above 0, got {args.price:g}")
     slo = Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s, share=args.slo_share)
     find_gpu(args.gpu, "--gpu")  # for an error that names the flag

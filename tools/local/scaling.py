@@ -79,8 +79,8 @@ class Scaler:
         self._news.set()
 
     async def run(self, cluster: LocalCluster) -> None:
-        """Start and end workers until cancelled, one at a time, because the wanted number may change meanwhile. Starts do
-        not wait for a worker that ends.
+        """Start and end workers until cancelled, one at a time, because the wanted number may change meanwhile. A
+        start does not wait for a worker that ends.
         """
         async with asyncio.TaskGroup() as tasks:
             while True:

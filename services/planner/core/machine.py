@@ -112,7 +112,7 @@ class PlannerCore:
         self._compare(event)
         if self.suspects and self.active:
             commands += self._evict_gone(event)
-        if self.active and self.standings.help_out(self.layout):
+        if self.active and self.standings.help_out(self.layout, event.at_s):
             self._replan(event.at_s)
         commands += self.standings.due(self.layout, event.at_s, event.cause_id) if self.active else []
         commands += self._act(event.at_s, event.cause_id)

@@ -87,6 +87,8 @@ class Sizing:
             return {}, None
         added, self.why = compared.chosen.candidate.added, compared.chosen.told()
         on_count = sum(m.takes_new for m in members) + len(reserve.waking_s)
+        if (lacking := self.rules.least_instances - on_count) > max(0, added):
+            added, self.why = lacking, f"the minimum is {self.rules.least_instances}"
         if added >= 0:
             self._calm_since_s = None
             self.wanted_count = on_count + added
@@ -224,8 +226,8 @@ class Sizing:
         if self.rules.last_name:
             return max(may_leave, key=_by_number)
         # Of equally empty ones, the one with the least memory leaves: the comparison assumes the mean.
-        report = load.workers
-        return min(may_leave, key=lambda w: (_held(report[w]), report[w].running_count, report[w].block_count, w))
+        of = load.workers
+        return min(may_leave, key=lambda w: (_held(of[w]), of[w].running_count, of[w].block_count, w))
 
 
 def _held(report: LoadReport | None) -> int:

@@ -17,12 +17,14 @@ from services.planner.core.membership import Membership
 
 _ORDERS_S = 0.25  # interval of orders to the same instance
 _MOST_WAITING = 1000
+_HELP_S = 60.0  # if no instance serves and one has been waking for this long, another one is woken
 
 
 @dataclass(slots=True)
 class Standings:
     membership: Membership
     order_at_s: float = math.inf  # time of the next orders
+    _help_at_s: float = math.inf  # time from which another instance is woken, if none serves by then
     _waiting: OrderedDict[str, p.StandingRequested] = field(default_factory=OrderedDict[str, p.StandingRequested])
 
     def requested(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> list[p.Command]:
@@ -78,11 +80,19 @@ class Standings:
         is_same = known is not None and known.placeable.incarnation == event.incarnation
         return is_same and self.put(event.worker_id, away=False)
 
-    def help_out(self, layout: Layout) -> bool:
-        """Make leaving instances or a parked one serve again if no instance serves. Returns True if one will."""
+    def help_out(self, layout: Layout, at_s: float) -> bool:
+        """Make leaving instances or a parked one serve again if no instance serves, and another one if that one does
+        not wake. Returns True if one will.
+        """
         members = [m for group in layout.groups for m in group.members]
-        if any(m.takes_new or m.standing is Standing.WAKING for m in members):
+        if any(m.takes_new for m in members):
+            self._help_at_s = math.inf
             return False
+        if any(m.standing is Standing.WAKING for m in members):
+            self._help_at_s = min(self._help_at_s, at_s + _HELP_S)
+            if at_s < self._help_at_s:
+                return False
+        self._help_at_s = at_s + _HELP_S
         leaving, parked = ([m for m in members if m.standing is s] for s in (Standing.LEAVING, Standing.PARKED))
         back = [self.put(m.worker_id, away=False) for m in leaving or parked[:1]]
         return any(back)
@@ -120,7 +130,7 @@ class Standings:
     def give_up(self) -> list[p.Command]:
         """Drop and refuse all requests, because another planner leads."""
         waiting, self._waiting = self._waiting, OrderedDict[str, p.StandingRequested]()
-        self.order_at_s = math.inf
+        self.order_at_s = self._help_at_s = math.inf
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]
 
 

@@ -13,13 +13,22 @@ EVERY_S = 15.0  # minimum interval of posts, after a successful one
 _BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
 _TIMEOUT_S = 5.0
 
-Post = Callable[[str, bytes, str], None]  # URL, body, signature; raises OSError or HTTPException
+# URL, body, signature; raises OSError, HTTPException, or ValueError for an invalid URL
+Post = Callable[[str, bytes, str], None]
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes redirects errors, because urllib would follow them with a GET, without the body."""
+
+    def redirect_request(self, *_: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None
 
 
 def post(url: str, body: bytes, signature: str) -> None:
+    """Send a message. The body of the response is not read, because it may be endless."""
     headers = {"Content-Type": "application/json", SIGNATURE: signature}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
-        answer.read()
+    opener = urllib.request.build_opener(_NoRedirects)
+    opener.open(urllib.request.Request(url, body, headers), timeout=_TIMEOUT_S).close()
 
 
 class Webhook:
@@ -54,13 +63,15 @@ class Webhook:
             try:
                 body = wanted.body()
                 await asyncio.to_thread(self._send, self._url, body, sign(self._secret, body, time.time()))
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, ValueError) as error:
+                self._told = None  # the receiver may have it nevertheless
                 if back_off_s == _BACK_OFF_S:
                     get_logger().warning("webhook not called", url=self._url, wanted=wanted.wanted, why=str(error))
                 self._news.set()
                 await asyncio.sleep(back_off_s)
                 back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
             else:
-                self._told, back_off_s = wanted, _BACK_OFF_S
+                self._told = wanted if self._offered is not None else None
+                back_off_s = _BACK_OFF_S
                 get_logger().info("webhook told", url=self._url, wanted=wanted.wanted, why=wanted.reason)
                 await asyncio.sleep(self._every_s)

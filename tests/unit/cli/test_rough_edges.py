@@ -20,6 +20,7 @@ import grpc
 import pytest
 
 from ballast.client import Client
+from ballast.common.errors import DeadlineExceeded, Unavailable
 from ballast.common.extras import DISTRIBUTION
 from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
@@ -155,6 +156,29 @@ def test_planner_commands_take_several_addresses_and_try_the_next(
     several = f"{nobody},{os.environ['BALLAST_ADDRESS']}"
     assert main([*command, "--address", several]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", [["restore"], ["drop"], ["park", "w0"], ["wake", "w0"]])
+def test_a_request_that_is_sent_again_keeps_its_id(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids: list[str] = []
+
+    class Planner:
+        async def record(self, request: Any, timeout: float) -> None:
+            ids.append(request.request_id)
+            raise Unavailable("planner", "has failed meanwhile")
+
+        Restore = Drop = ParkWorker = WakeWorker = record
+
+    def ask_twice(addresses: str, ask: Any, **__: Any) -> None:
+        for _ in range(2):
+            with contextlib.suppress(Unavailable):
+                asyncio.run(ask(Planner()))
+        raise Unavailable("planner", "has failed twice")
+
+    for module in ("layouts", "park"):
+        monkeypatch.setattr(f"tools.cli.{module}.ask_planner", ask_twice)
+    assert main(command) == 1
+    assert ids == [ids[0]] * 2
 
 
 @pytest.mark.parametrize("command", ["plan", "drop", "restore", "transitions", "status", "top"])
@@ -403,6 +427,27 @@ def test_logprobs_are_printed_as_json(dispatcher: ScriptedDispatcher, capsys: py
     assert main(["generate", "x", "--json", "--logprobs", "0"]) == 0
     [first, *_] = json.loads(capsys.readouterr().out)["logprobs"]
     assert first["chosen"] == {"token_id": 0, "logprob": -0.5, "token": "\ufffd"}
+
+
+def test_a_turn_that_fails_does_not_end_the_chat(
+    dispatcher: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dispatcher.status.model.name, dispatcher.status.model.max_model_len = "m", 9
+    dispatcher.refuse = [DeadlineExceeded("too late")]
+    lines = iter(("one", "two"))
+
+    def read(_: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main(["chat"]) == 0
+    said = capsys.readouterr()
+    assert "t0 t1 t2" in said.out
+    assert said.err == "ballast: too late\n"
 
 
 def test_a_token_may_end_with_a_line_break(

@@ -133,7 +133,7 @@ def test_lists_go_page_by_page(tmp_path: Path) -> None:
             assert seen == ids[::-1]
             assert [one["id"] for one in (await service.ask("GET", "/v1/files?order=asc"))[1]["data"]] == ids
             assert (await service.ask("GET", "/v1/files?purpose=other"))[1]["data"] == []
-            for wrong in ("limit=0", "limit=x", "order=up"):
+            for wrong in ("limit=0", "limit=x", f"limit={'1' * 5000}", "order=up"):
                 assert (await service.ask("GET", f"/v1/files?{wrong}"))[0] == 400
 
     run(story())
@@ -191,9 +191,13 @@ def test_errors_of_a_batch_are_named(tmp_path: Path) -> None:
                 ({"metadata": {"a": 1}}, "metadata"),
                 ({"metadata": []}, "metadata"),
                 ({"other": 1}, "other"),
+                ({"metadata": {"a": "\ud800"}}, None),  # accepted, no list of batches could be sent any more
+                ({"input_file_id": "\ud800"}, None),
+                ({"\ud800": 1}, None),
             ):
                 status, said = await service.create(file_id, **changes)
                 assert (status, said["error"]["param"]) == (400, param)
+            assert (await service.ask("GET", "/v1/batches"))[1]["data"] == []
             assert (await service.ask("POST", "/v1/batches", b"{"))[0] == 400
             assert (await service.ask("POST", "/v1/batches", b"x" * 70_000))[0] == 413
             assert (await service.ask("GET", "/v1/batches/x"))[0] == 404

@@ -62,7 +62,11 @@ def test_any_failure_in_a_timer_ends_the_planner(error: Exception, monkeypatch: 
 def test_a_number_that_is_not_known_yet_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that has just started knows neither the layout nor any load, and a scaler would end all workers."""
     offered: list[Wanted | None] = []
-    monkeypatch.setattr(Webhook, "offer", lambda _, wanted: offered.append(wanted))
+
+    def offer(_: Webhook, wanted: Wanted | None) -> None:
+        offered.append(wanted)
+
+    monkeypatch.setattr(Webhook, "offer", offer)
     (secret := tmp_path / "secret").write_text("0123456789abcdef")
 
     async def story() -> None:

@@ -12,7 +12,7 @@ from services.planner.core.stages import Stage
 from services.planner.policy.compare import ComparisonTargets
 from services.planner.policy.reserve import Learnt
 from tests.support.planner_core import EXTENT, LOAD, MODEL, PACE, Planner
-from tests.unit.planner.test_standings import says, standings
+from tests.unit.planner.test_standings import ask, says, standings
 
 IDLE = replace(LOAD, used_block_count=0, waiting_block_count=0, running_count=0, waiting_count=0, wake_s=1.0)
 FULL = replace(IDLE, used_block_count=30, running_count=6)
@@ -112,6 +112,24 @@ def test_instances_leave_one_by_one_down_to_the_minimum() -> None:
         for worker in away(planner):
             says(planner, worker, parked=True)
     assert len(away(planner)) == 2
+
+
+def test_the_minimum_serves_even_without_demand() -> None:
+    """Neither an operator's parking nor a loss leaves fewer serving instances while others are parked."""
+    planner = started(least_instances=3)
+    for worker in ("w1", "w2"):
+        ask(planner, worker, away=True)
+        says(planner, worker, parked=True)
+    go_on(planner, 1.0)
+    assert len(away(planner)) == 2
+    [waking] = [w for w in away(planner) if standings(planner)[w] is Standing.WAKING]
+    says(planner, waking, parked=False)
+    go_on(planner, 1.0)
+    assert len(away(planner)) == 1
+    planner.lose("w0")
+    del planner.lives["w0"]
+    go_on(planner, 1.0)
+    assert Standing.PARKED not in standings(planner).values()
 
 
 def test_the_last_by_name_leaves_where_platforms_end_that_one() -> None:

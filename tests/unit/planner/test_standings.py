@@ -155,3 +155,20 @@ def test_two_requests_at_once_do_not_park_the_last_instances() -> None:
     ]
     [refusal] = [command for command in commands if isinstance(command, p.RefuseChange)]
     assert (refusal.request_id, refusal.why) == ("w1", "no instance but w1 serves")
+
+
+def test_another_instance_is_woken_if_the_first_one_does_not_wake() -> None:
+    """With no instance serving, requests must not wait for one that another process keeps from its memory."""
+    planner = started("w0", "w1", "w2")
+    for worker in ("w1", "w2"):
+        ask(planner, worker, away=True)
+        says(planner, worker, parked=True)
+    planner.lose("w0")
+    assert standings(planner) == {"w1": "waking", "w2": "parked"}
+    until_s = planner.now_s + 59.0
+    while planner.now_s < until_s:
+        planner.fire()
+    assert standings(planner)["w2"] is Standing.PARKED
+    while planner.now_s < until_s + 2.0:
+        planner.fire()
+    assert standings(planner)["w2"] is Standing.WAKING

@@ -130,3 +130,89 @@ def test_a_follower_hears_it_over_http_and_no_one_else() -> None:
 
     asyncio.run(story())
     assert heard == [wanted(5, "why")]
+
+
+def test_a_number_is_sent_again_if_a_failed_call_may_have_delivered_another() -> None:
+    heard: list[int] = []
+
+    def take(url: str, body: bytes, signature: str) -> None:
+        heard.append(Wanted.read(body).wanted)
+        if heard[-1] == 2:
+            raise TimeoutError("the response was lost")
+
+    async def story() -> None:
+        hook = Webhook("http://nowhere", SECRET, every_s=0.0, send=take)
+        hook.offer(wanted(1))
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, hook.offer, wanted(2))
+        loop.call_later(0.2, hook.offer, wanted(1))
+        await told(hook, None, 1.4)
+
+    asyncio.run(story())
+    assert heard == [1, 2, 1]
+
+
+def test_a_call_that_ends_after_the_lead_was_lost_does_not_count_as_told() -> None:
+    heard: list[int] = []
+
+    def take(url: str, body: bytes, signature: str) -> None:
+        time.sleep(0.1)
+        heard.append(Wanted.read(body).wanted)
+
+    async def story() -> None:
+        hook = Webhook("http://nowhere", SECRET, every_s=0.0, send=take)
+        hook.offer(wanted(1))
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.05, hook.offer, None)
+        loop.call_later(0.2, hook.offer, wanted(1))
+        await told(hook, None, 0.5)
+
+    asyncio.run(story())
+    assert heard == [1, 1]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307])
+def test_a_redirect_is_no_delivery(status: int) -> None:
+    """urllib would follow it with a GET without the body."""
+    lines: list[bytes] = []
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines.append(await reader.readline())
+        said = f"{status} Moved\r\nLocation: /" if lines[-1].startswith(b"POST") else "200 OK"
+        writer.write(f"HTTP/1.1 {said}\r\nContent-Length: 0\r\n\r\n".encode())
+        writer.close()
+        await writer.wait_closed()
+
+    async def story() -> None:
+        server = await asyncio.start_server(redirect, "127.0.0.1", 0)
+        async with server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+            with pytest.raises(OSError, match=f"HTTP Error {status}"):
+                await asyncio.to_thread(post, url, b"{}", "")
+
+    asyncio.run(story())
+    assert [line.split()[0] for line in lines] == [b"POST"]
+
+
+def test_an_endless_response_does_not_delay_the_next_call() -> None:
+    heard: list[bytes] = []
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(12):
+            writer.write(b"x")
+            await asyncio.sleep(0.1)
+        writer.close()
+        await asyncio.wait([asyncio.ensure_future(writer.wait_closed())])
+
+    async def story() -> None:
+        server = await asyncio.start_server(drip, "127.0.0.1", 0)
+        async with server:
+            hook = Webhook(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", SECRET, every_s=0.0)
+            hook.offer(wanted(1))
+            asyncio.get_running_loop().call_later(0.2, hook.offer, wanted(2))
+            await told(hook, None, 1.0)
+
+    asyncio.run(story())
+    assert len(heard) == 2

@@ -213,6 +213,9 @@ def test_an_insufficient_maximum_is_reported(trace: Path, capsys: pytest.Capture
     [
         (("--gpu", "B300"), "--gpu: 'B300' is not known"),
         (("--gpu", "A800", "--price", "-1"), "--price: must be above 0"),
+        (("--gpu", "A800", "--price", "nan"), "--price: must be above 0"),
+        (("--gpu", "A800", "--slo-ttft-s", "nan"), "--slo-ttft-s: must be above 0"),
+        (("--gpu", "A800", "--slo-tpot-s", "nan"), "--slo-tpot-s: must be above 0"),
         (("--gpu", "A800", "--slo-ttft-s", "0"), "--slo-ttft-s: must be above 0"),
         (("--gpu", "A800", "--max-gpus", "0"), "--max-gpus: one instance of Llama-2-13B takes 1 GPUs"),
         (("--gpu", "A800", "--policy", "evict"), "'evict'; known are"),
