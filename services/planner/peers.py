@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence, Set
 from dataclasses import fields
 from math import inf
 
@@ -64,6 +64,7 @@ _MAX_WHY_CHARS = 16_384
 PROBE_TIMEOUT_S = 1.0
 _LOAD_SERVES_S = 0.5  # maximum time for which load reports are reused
 _MOST_PROBES = 64  # concurrent probes
+_CALLS_END_S = 10.0  # longer than the timeout of any call to a worker
 
 _Answer = (
     worker_pb2.PrepareResponse | worker_pb2.CommitResponse | worker_pb2.AbortResponse | worker_pb2.GetTransitionResponse
@@ -345,6 +346,11 @@ class Members:
             case WorkerCall.POLL:
                 call = stub.GetTransition(worker_pb2.GetTransitionRequest(epoch=epoch), timeout=timeout_s)
         return await call
+
+    async def keep(self, addresses: Set[str]) -> None:
+        """Close the connections to all other addresses, once their calls have ended."""
+        gone = [self._channels.pop(address) for address in self._channels.keys() - addresses]
+        await asyncio.gather(*(channel.close(_CALLS_END_S) for channel in gone))
 
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}

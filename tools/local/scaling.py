@@ -72,39 +72,43 @@ class Scaler:
         self._say = say
         self._wanted: Wanted | None = None
         self._news = asyncio.Event()
+        self._ends = False  # True: a worker is being drained and ended
 
     def take(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._news.set()
 
     async def run(self, cluster: LocalCluster) -> None:
-        """Start and end workers until cancelled, one at a time, because the wanted number may change meanwhile."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._wanted is not None:
-                running = [one for one in cluster.processes["worker"] if not one.may_end]
-                missing = min(self._most, max(self._least, self._wanted.wanted)) - len(running)
-                if missing > 0:
-                    await self._start(cluster)
-                elif missing < 0:
-                    await self._end(cluster, _first_to_end(running, self._wanted))
-                else:
-                    break
+        """Start and end workers until cancelled, one at a time, because the wanted number may change meanwhile. A
+        start does not wait for a worker that ends.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while self._wanted is not None:
+                    running = [one for one in cluster.processes["worker"] if not one.may_end]
+                    missing = min(self._most, max(self._least, self._wanted.wanted)) - len(running)
+                    if missing > 0:
+                        await self._start(cluster)
+                    elif missing < 0 and not self._ends:
+                        leaver = _first_to_end(running, self._wanted)
+                        leaver.may_end = self._ends = True
+                        tasks.create_task(self._end(cluster, leaver))
+                    else:
+                        break
 
     async def _start(self, cluster: LocalCluster) -> None:
+        """Start a worker. One that does not come up counts as running, because the cluster's keeper restarts it."""
         try:
             started = await cluster.start_worker()
         except BallastError as error:
             self._say(f"one more worker is wanted and did not come up: {error}")
-            await asyncio.sleep(_POLL_S)
-            self._wanted = None  # no further attempt before the planner's next message
         else:
             self._say(f"{started.id} serves, as one more is wanted")
 
     async def _end(self, cluster: LocalCluster, process: ServiceProcess) -> None:
         """Drain a worker, for at most five minutes, and end it."""
-        process.may_end = True
         try:
             async with AsyncClient(cluster.address, **cluster.credentials) as client, asyncio.timeout(_DRAINS_WITHIN_S):
                 await client.drain_worker(process.id)
@@ -114,6 +118,8 @@ class Scaler:
             self._say(f"{process.id} ends before it is drained; its requests continue on other workers: {error}")
         await cluster.end_worker(process)
         self._say(f"{process.id} has ended, as one less is enough")
+        self._ends = False
+        self._news.set()
 
 
 async def _has_work(client: AsyncClient, worker_id: str) -> bool:

@@ -166,7 +166,7 @@ class DispatcherCore:
         for tracked in self._moves.take_stranded():
             self._resume_from_backlog(tracked, event.at_s)
         self._watch_usable(event.at_s)
-        return commands + self._dispatch(event.at_s)
+        return [*commands, *self._placement.recall_offline(), *self._dispatch(event.at_s)]
 
     def _on_reach(self, event: d.ReachChanged) -> list[d.Command]:
         """Adopt the published reach, and move requests that now count as too long for an instance from the backlog to

@@ -15,7 +15,7 @@ from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.long_requests import LongRequests, has_room, holds
 from services.dispatcher.core.prefix_map import PrefixMap
-from services.dispatcher.core.recall import candidate
+from services.dispatcher.core.recall import candidate, may_go
 from services.dispatcher.core.story import What
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import (
@@ -191,6 +191,16 @@ class Placement:
         tracked.recalled = True
         tracked.recall_count += 1
         return AbortOnWorker(worker.key, tracked.handle)
+
+    def recall_offline(self) -> list[AbortOnWorker]:
+        """Recall the offline requests of workers that are draining or about to be parked, which therefore need not wait
+        for their ends. Without another worker, they stay.
+        """
+        closed = [worker for worker in self._fleet if worker.closed_in_layout] if self._fleet.has_usable else []
+        found = [t for worker in closed for t in worker.placed.values() if t.offline and may_go(t)]
+        for tracked in found:
+            tracked.recalled = True
+        return [AbortOnWorker(t.worker, t.handle) for t in found if t.worker is not None]
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
         """Return, for each worker shape, the worker that would run a new request at once, and the workers that have

@@ -38,7 +38,7 @@ def _newest(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
     for handle, tracked in islice(online, new_count):
         if handle in worker.unseen or handle in worker.preempted or tracked.first_token_at_s is not None:
             continue
-        if _may_go(tracked) and _has_waited(tracked, at_s - tracked.placed_at_s, after_s):
+        if may_go(tracked) and _has_waited(tracked, at_s - tracked.placed_at_s, after_s):
             return tracked
     return None
 
@@ -46,12 +46,13 @@ def _newest(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
 def _preempted(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
     for handle, since_s in worker.preempted.items():
         tracked = worker.placed[handle]
-        if _may_go(tracked) and _has_waited(tracked, at_s - since_s, after_s):
+        if may_go(tracked) and _has_waited(tracked, at_s - since_s, after_s):
             return tracked
     return None
 
 
-def _may_go(tracked: Tracked) -> bool:
+def may_go(tracked: Tracked) -> bool:
+    """True if the request may be recalled."""
     return not tracked.recalled and not tracked.request.sampling.stop
 
 

@@ -27,7 +27,8 @@ _MOST_LEAVING = 2
 _STARTS = 6.0  # factor on the dwell time if processes end instead of parking
 _SOONER = 0.5  # when an instance is parked, fraction of the dwell time credited to the next one
 _WAKES = 2.0  # minimum dwell time as a multiple of the time to wake
-_OVERDUE = 3.0  # multiple of the time to wake after which a waking instance is no longer expected
+_OVERDUE = 3.0  # multiple of the time to wake (at least `_REACTS_S`) after which a waking instance is not expected
+_REPORTS_S = 5.0  # time that missing reports are waited for, as after a change of the monitor; then they are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Sizing:
     _left_at_s: float = -math.inf
     _dwell_s: float = 0.0  # learned minimum of the dwell time
     _waking_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
+    _missing_since_s: float | None = None  # time since which serving instances have not reported; None: all have
 
     def __post_init__(self) -> None:
         if self.rules.parks or self.rules.advises:
@@ -76,6 +78,9 @@ class Sizing:
             return {}, None
         self.later(at_s)
         reserve, members = self._reserve(layout, load, at_s)
+        if self._awaits_reports(members, load, at_s):
+            self._calm_since_s = None
+            return {}, None
         compared = self._compared(layout, model, load, targets, reserve, at_s, may_shrink=may_shrink)
         if compared is None:
             self._calm_since_s, self.wanted_count = None, 0
@@ -110,7 +115,7 @@ class Sizing:
             self.wanted_count or len(members),
             serving=tuple(sorted(m.worker_id for m in members if m.standing not in away)),
             parked=tuple(sorted(m.worker_id for m in members if m.standing in away)),
-            reason=self.why if self.wanted_count else "too little is known yet",
+            reason=self.why,
         )
 
     @property
@@ -127,6 +132,14 @@ class Sizing:
         if self.look_at_s < math.inf:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
+    def _awaits_reports(self, members: list[Member], load: ClusterLoad, at_s: float) -> bool:
+        """True while serving instances should report soon: without them, the others would seem to be too few."""
+        if all(m.worker_id in load.workers for m in members if m.takes_new):
+            self._missing_since_s = None
+            return False
+        self._missing_since_s = at_s if self._missing_since_s is None else self._missing_since_s
+        return at_s - self._missing_since_s < _REPORTS_S
+
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
         """Return the reserve, assuming that the same number of instances again could be started externally, and all
         members.
@@ -138,7 +151,7 @@ class Sizing:
         left_s = [since_s + wake_s - at_s for since_s in self._waking_since_s.values()]
         reserve = Reserve(
             parked_count=sum(m.standing is Standing.PARKED for m in members) + len(members),
-            waking_s=tuple(max(0.0, s) for s in left_s if s > -_OVERDUE * wake_s),
+            waking_s=tuple(max(0.0, s) for s in left_s if s > -_OVERDUE * max(wake_s, _REACTS_S)),
             wake_s=wake_s,
         )
         return reserve, members
@@ -212,7 +225,9 @@ class Sizing:
             return None
         if self.rules.last_name:
             return max(may_leave, key=_by_number)
-        return min(may_leave, key=lambda w: (_held(load.workers[w]), load.workers[w].running_count, w))
+        # Of equally empty ones, the one with the least memory leaves: the comparison assumes the mean.
+        of = load.workers
+        return min(may_leave, key=lambda w: (_held(of[w]), of[w].running_count, of[w].block_count, w))
 
 
 def _held(report: LoadReport | None) -> int:

@@ -59,7 +59,9 @@ class Standings:
             return f"{event.worker_id} serves in a group: restore first"
         if busy:
             return "a transition is under way: try again when it has ended"
-        if not any(m.takes_new for g in layout.groups for m in g.members if m.worker_id != event.worker_id):
+        serving = (m.worker_id for g in layout.groups for m in g.members if m.takes_new)
+        others = (self.membership.known.get(worker_id) for worker_id in serving if worker_id != event.worker_id)
+        if all(other is None or other.away for other in others):  # another request may not be in the layout yet
             return f"no instance but {event.worker_id} serves"
         return ""
 

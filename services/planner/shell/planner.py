@@ -211,6 +211,8 @@ class PlannerShell:
         self._counting.layout(layout)
         notes.note_layout(layout, cause_id)
         self._watchers.offer(layout)
+        there = frozenset(member.address for group in layout.groups for member in group.members)
+        self._tasks.start(self._members.keep(there), "close connections")
         self._naming.soon()
         self._reaching.soon()
 

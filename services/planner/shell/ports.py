@@ -1,6 +1,6 @@
 """Interfaces of the shell to the state server, the monitor, workers and metrics."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Set
 from typing import Protocol
 
 from ballast.common.ids import Epoch, Incarnation, WorkerId
@@ -73,6 +73,10 @@ class MembersPort(Protocol):
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
         """Order a migration from both groups. Raises BallastError if a group is unreachable or refuses."""
+        ...
+
+    async def keep(self, addresses: Set[str]) -> None:
+        """Close the connections to all other addresses, once their calls have ended."""
         ...
 
     async def close(self) -> None: ...

@@ -44,7 +44,7 @@ class Webhook:
         self._news = asyncio.Event()
 
     def offer(self, wanted: Wanted | None) -> None:
-        """Set the number to post; None: another planner leads and posts."""
+        """Set the number to post; None: it is unknown, or another planner leads and posts."""
         self._offered = wanted
         if wanted is None:
             self._told = None

@@ -6,7 +6,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from ballast.common.errors import Unavailable
 from ballast.common.ids import Incarnation, WorkerId
+from ballast.common.layout import Member
+from ballast.rpc.channel import open_channel
 from ballast.rpc.server import RpcServer
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
@@ -14,6 +17,7 @@ from services.planner import peers
 from services.planner.core.messages import Probed
 from services.planner.peers import Members
 from tests.support.reporting_worker import ReportingWorker
+from tools.local.ports import free_port
 
 
 async def test_a_worker_is_alive_gone_or_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,4 +46,24 @@ async def test_a_worker_is_alive_gone_or_silent(monkeypatch: pytest.MonkeyPatch)
     assert await members.probe(address, WorkerId("w1"), Incarnation(3)) is Probed.SILENT
     await server.stop(0)
     assert await members.probe(address, WorkerId("w1"), Incarnation(3)) is Probed.GONE
+    await members.close()
+
+
+async def test_connections_to_workers_that_have_left_are_closed() -> None:
+    dialled: list[str] = []
+
+    def dial(address: str) -> grpc.aio.Channel:
+        dialled.append(address)
+        return open_channel(address)
+
+    members = Members(lambda _: None, dial)
+    here, gone = (Member(WorkerId(name), Incarnation(1), f"127.0.0.1:{free_port()}", 0, 4) for name in ("w1", "w2"))
+    for member in (here, gone):
+        with pytest.raises(Unavailable):
+            await members.order_standing(member, 5.0, park=True)
+    await members.keep({here.address})
+    for member in (here, gone):
+        with pytest.raises(Unavailable):
+            await members.order_standing(member, 5.0, park=True)
+    assert dialled == [here.address, gone.address, gone.address]
     await members.close()

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
+from ballast.common.ids import WorkerId
 from ballast.common.layout import Standing
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Traffic
 from services.planner.core import messages as p
-from services.planner.core.messages import OverloadRaised, ReliefRaised, Sized
+from services.planner.core.messages import ClusterLoad, LeadershipChanged, OverloadRaised, ReliefRaised, Sized
 from services.planner.core.sizing import Sizing, SizingRules
 from services.planner.core.stages import Stage
+from services.planner.policy.compare import ComparisonTargets
 from services.planner.policy.reserve import Learnt
-from tests.support.planner_core import EXTENT, LOAD, Planner
+from tests.support.planner_core import EXTENT, LOAD, MODEL, PACE, Planner
 from tests.unit.planner.test_standings import ask, says, standings
 
 IDLE = replace(LOAD, used_block_count=0, waiting_block_count=0, running_count=0, waiting_count=0, wake_s=1.0)
@@ -267,3 +269,59 @@ def test_more_are_wanted_where_computing_is_short_though_memory_is_free() -> Non
     planner.start("w0", "w1")
     go_on(planner, 6.0)
     assert planner.core.conductor.sizing.wanted_count > 2
+
+
+def test_a_planner_that_leads_again_starts_anew() -> None:
+    """Another planner has led for an hour, so neither the number nor the time of calm of the first term counts."""
+    planner = started()
+    go_on(planner, 8.0)
+    assert planner.core.conductor.sizing.wanted_count == 4
+    planner.tell(LeadershipChanged(planner.now_s, "c", None))
+    planner.now_s, planner.token = planner.now_s + 3600.0, planner.token + 1
+    planner.lead()
+    assert planner.core.conductor.sizing.wanted_count == 0
+    planner.start(*NAMES)
+    go_on(planner, 9.0)
+    assert away(planner) == []
+    go_on(planner, 3.0)
+    assert away(planner)
+
+
+def test_instances_that_have_not_reported_to_a_new_monitor_do_not_seem_to_be_missing() -> None:
+    planner = started()
+    layout, rate_per_s = planner.core.layout, 12.0
+    traffic = replace(CALM, recent_count=120, minute_count=720, minute_tokens=72_000, calm_per_s=rate_per_s)
+    sizing = Sizing(SizingRules(parks=True))
+
+    def wanted(names: tuple[str, ...], at_s: float) -> int:
+        load = ClusterLoad({WorkerId(name): replace(FULL, used_block_count=8) for name in names}, traffic, PACE)
+        sizing.look(layout, MODEL, load, ComparisonTargets(), at_s)
+        return sizing.wanted_count
+
+    assert wanted(NAMES, 100.0) == 4
+    assert [wanted(("w0",), at_s) for at_s in (101.0, 103.0, 105.5)] == [4, 4, 4]
+    assert wanted(("w0",), 107.0) > 4, "by now they would have reported"
+    assert wanted(NAMES, 108.0) == 4
+    assert wanted(("w0", "w1"), 109.0) == 4, "the wait begins anew"
+
+
+def test_an_instance_that_wakes_in_no_time_still_gets_a_second_to_report_it() -> None:
+    planner = started(load=replace(IDLE, wake_s=0.1), least_instances=2)
+    for _ in range(8):
+        go_on(planner, 5.0)
+        for worker in away(planner):
+            says(planner, worker, parked=True)
+    assert len(away(planner)) == 2
+    planner.load = replace(FULL, used_block_count=24, wake_s=0.1)
+    go_on(planner, 2.0)
+    assert list(standings(planner).values()).count(Standing.WAKING) == 1
+
+
+def test_of_equally_empty_instances_the_one_with_the_least_memory_leaves() -> None:
+    sizing = Sizing(SizingRules(parks=True, dwell_s=0.0))
+    layout = started().core.layout
+    small = replace(IDLE, block_count=16, wake_s=0.0)
+    loads = {WorkerId(name): replace(small if name == "w2" else IDLE, wake_s=0.1) for name in NAMES}
+    load = ClusterLoad(loads, CALM, PACE)
+    leave = [dict(sizing.look(layout, MODEL, load, ComparisonTargets(), at_s)[0]) for at_s in (100.0, 101.0)]
+    assert leave == [{}, {"w2": True}]

@@ -145,6 +145,18 @@ def test_a_leaving_instance_takes_part_in_no_drop() -> None:
     assert refusal.why == "not in service: w2 (leaving)"
 
 
+def test_two_requests_at_once_do_not_park_the_last_instances() -> None:
+    """The second one arrives before the layout contains the first."""
+    planner = started("w0", "w1")
+    commands = [
+        command
+        for worker in ("w0", "w1")
+        for command in planner.core.handle(p.StandingRequested(planner.now_s, "c", worker, WorkerId(worker), True))
+    ]
+    [refusal] = [command for command in commands if isinstance(command, p.RefuseChange)]
+    assert (refusal.request_id, refusal.why) == ("w1", "no instance but w1 serves")
+
+
 def test_another_instance_is_woken_if_the_first_one_does_not_wake() -> None:
     """If no instance serves and the woken one lacks memory, because another process uses it, another one is woken."""
     planner = started("w0", "w1", "w2")

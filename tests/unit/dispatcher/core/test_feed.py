@@ -1,9 +1,9 @@
 """Offline requests have their own queue and are placed only on workers that ask for them."""
 
-from ballast.common.sampling import PriorityClass
-from services.dispatcher.core.events import PlaceOnWorker, Refuse
+from ballast.common.sampling import FinishReason, PriorityClass
+from services.dispatcher.core.events import AbortOnWorker, Ending, PlaceOnWorker, Refuse
 from services.dispatcher.core.limits import Limits
-from tests.support.dispatcher_core import Answer, Story, load
+from tests.support.dispatcher_core import Answer, Story, key, load
 
 BATCH = PriorityClass.BATCH
 
@@ -92,3 +92,26 @@ def test_times_of_offline_requests_are_in_no_figure_of_online_ones() -> None:
     assert (relay.offline_token_count, relay.token_count) == (3, 2)
     assert len(relay.recent.ttfts_s(0.0)) == 1
     assert story.core.traffic(story.now_s).open_tokens == 2
+
+
+def test_a_leaving_worker_does_not_wait_for_offline_requests() -> None:
+    """They are recalled and continue elsewhere; online requests stay."""
+    story = Story("a", "b")
+    story.step("a", report=load(offline_wanted_tokens=1000))
+    assert offline(story, "b0").places == [("b0", "a")]
+    story.submit("online")
+    handle = story.handle_of("b0")
+    story.step("a", tokens={"b0": [7]})
+    left = story.adopt(key("a"), key("b"), draining=[key("a")])
+    assert left.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
+    assert not story.adopt(key("a"), key("b"), key("c"), draining=[key("a")]).of(AbortOnWorker), "recalled only once"
+    story.step("a", endings=[Ending(handle, FinishReason.CANCELLED)], report=load())
+    [placed] = story.step("b", report=load(offline_wanted_tokens=1000)).of(PlaceOnWorker)
+    assert (placed.request.request_id, placed.output_token_ids) == ("b0", (7,))
+
+
+def test_without_another_worker_offline_requests_stay_on_a_leaving_one() -> None:
+    story = Story("a")
+    story.step("a", report=load(offline_wanted_tokens=1000))
+    assert offline(story, "b0").places
+    assert not story.adopt(key("a"), draining=[key("a")]).of(AbortOnWorker)
