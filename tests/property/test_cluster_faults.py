@@ -101,6 +101,8 @@ def test_a_story_depends_on_its_seed_only() -> None:
     [
         "B1-outside-not-told",
         "B9-refused-transfer",
+        "claims-ignored",
+        "epochs-not-raised",
         "migrated-before-all-stages-have-it",
         "resumed-before-its-KV",
         "silence-is-death",

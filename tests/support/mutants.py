@@ -18,8 +18,10 @@ from ballast.common.ids import Epoch
 from ballast.rpc.fencing import Fence
 from services.planner.core import transition as planner_transition
 from services.planner.core.evictions import Suspects
+from services.planner.core.machine import PlannerCore
 from services.planner.core.membership import Membership
 from services.planner.core.stages import Stage
+from services.planner.core.store_sync import StoreSync
 from services.planner.core.transition import Coordinator
 from services.worker.core.arrivals import KvArrivals
 from services.worker.core.mover import Mover
@@ -183,6 +185,8 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "silence-is-death": (instead(Suspects, "gone", _silence_is_death),),
     "minority-rule-gone": (instead(Suspects, "gone", _without_minority_rule),),
     "stream-not-made-anew": (instead(DispatcherNode, "_connect_again", nothing),),  # R11
+    "claims-ignored": (instead(PlannerCore, "_take_up_claims", nothing),),
+    "epochs-not-raised": (instead(StoreSync, "use", nothing),),
     "unfenced": (instead(Fence, "take", nothing),),
 }
 
