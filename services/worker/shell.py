@@ -342,7 +342,7 @@ class WorkerShell:
         return failure
 
     def _turn(self) -> None:
-        turns = self._turns
+        turns, rested = self._turns, self._turns.rests
         self._turned_at_s = time.monotonic()
         events = self._wait_for_events()
         for _ in turns.take_in(events):
@@ -357,7 +357,7 @@ class WorkerShell:
                 pass
         busy = self._core.has_work or self._core.in_flight_count
         self._busy_since_s = time.monotonic() if busy else None
-        if events or stepping or turns.commands or self._is_drained():
+        if events or stepping or turns.commands or rested:  # while it rests, the member's memory may still change
             self._tell(events)
 
     def _tell(self, events: Sequence[w.Event | MemberEvent]) -> None:

@@ -359,6 +359,17 @@ async def test_the_report_says_which_requests_it_counts(model: Path) -> None:
         assert output.seen_handle == event.key.handle
 
 
+async def test_a_report_of_an_idle_worker_follows_its_memory(model: Path) -> None:
+    """A worker releases its memory for parking without an event, as soon as no peer reads from it any more."""
+
+    async with running_shell(model, slow) as shell:
+        before = shell.load().memory
+        assert before.kv_bytes
+        await asyncio.sleep(0.1)
+        shell._engine.memory_report = lambda: replace(before, kv_bytes=0)
+        await until(lambda: not shell.load().memory.kv_bytes)
+
+
 async def test_nothing_is_kept_of_requests_that_have_ended(model: Path) -> None:
     async with running_shell(model, max_running_count=2) as shell:
         stream = await shell.open_stream()
