@@ -38,14 +38,15 @@ class _HttpConnection:
 
 
 class Response:
-    """A response whose body is read piece by piece."""
+    """A response whose body is read piece by piece. `has_body`: False for the response to a HEAD."""
 
-    def __init__(self, connection: _HttpConnection) -> None:
+    def __init__(self, connection: _HttpConnection, *, has_body: bool = True) -> None:
         self.headers: list[tuple[str, str]] = []  # names in lower case
         self.status = 0
         self.is_over = False
         self.keeps = False  # whether the connection can serve another call afterwards
         self._connection = connection
+        self._has_body = has_body
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = False
         self._pieces: list[bytes] = []
@@ -103,6 +104,8 @@ class Response:
         self._has_head = self.status >= 200  # False for interim responses such as 100 Continue
         if not self._has_head:
             self.headers.clear()
+        elif not self._has_body:
+            self.is_over = True  # the parser would wait for the body that the headers describe
 
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
@@ -181,7 +184,7 @@ class HttpClient:
             connection = self._kept() if is_whole else None
             is_fresh = connection is None
             connection = connection or await self._connect()
-            response = Response(connection)
+            response = Response(connection, has_body=method != "HEAD")
             try:
                 await self._exchange(connection, response, method, path, headers, body)
             except BrokenCall:

@@ -1,5 +1,6 @@
 """Handlers of the API's paths. Each takes a call and returns an answer or a stream of events."""
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -8,7 +9,7 @@ from typing import Protocol, cast
 
 from ballast import __version__
 from ballast.client import AsyncClient, Generation, GenerationChunk
-from ballast.common.errors import BallastError, DeadlineExceeded, Unavailable
+from ballast.common.errors import BallastError, DeadlineExceeded, InvalidRequest, Unavailable
 from ballast.common.sampling import SamplingParams
 from services.gateway.anthropic import MessagesRequest, MessagesWriter
 from services.gateway.errors import invalid
@@ -271,7 +272,14 @@ class HttpEndpoints:
     async def _echo(self, call: Call, ask: Ask) -> str:
         if ask.prompt is not None:
             return ask.prompt
-        return await self._client.detokenize(ask.token_ids or (), metadata=call.metadata)
+        return await self._text_of(call, "prompt", ask.token_ids or ())
+
+    async def _text_of(self, call: Call, field: str, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, which the client has sent in `field`."""
+        try:
+            return await self._client.detokenize(token_ids, metadata=call.metadata)
+        except InvalidRequest as error:
+            raise InvalidRequest(re.sub("^(token_)?ids", field, error.field), error.why) from error
 
     def _head(self, call: Call, request: GenerationRequest, served: KnownModel) -> Head:
         tier = "default" if request.service_tier == "auto" else request.service_tier
@@ -294,8 +302,10 @@ class HttpEndpoints:
         return {"object": "list", "data": [_model_card(name, served) for name in (*served.names, *served.adapters)]}
 
     async def model(self, call: Call) -> Reply:
-        served = await self._model.ask(call.metadata)
         name = call.path["name"]
+        if not name:
+            return await self.models(call)  # /v1/models/ with a slash at the end
+        served = await self._model.ask(call.metadata)
         served.adapter_of(name)
         return _model_card(name, served)
 
@@ -324,7 +334,7 @@ class HttpEndpoints:
     async def detokenize(self, call: Call) -> Reply:
         request = parse(DetokenizeRequest, call.body)
         await self._served(call, request.model)
-        return {"prompt": await self._client.detokenize(request.tokens, metadata=call.metadata)}
+        return {"prompt": await self._text_of(call, "tokens", request.tokens)}
 
     async def health(self, call: Call) -> Reply:
         """Report readiness: ok if a dispatcher answers. Raises Unavailable or DeadlineExceeded if none does."""

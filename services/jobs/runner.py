@@ -66,22 +66,33 @@ class Runner:
         self._unsaved: list[tuple[Pick, Result]] = []
         self._results_came = asyncio.Event()
         self._wake = asyncio.Event()
+        self._is_over = False
 
     async def stored(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a method of the store in the store's thread."""
+        """Run a method of the store in the store's thread.
+
+        Raises:
+            Unavailable: `run` has ended, so this replica is no longer the leader.
+        """
+        if self._is_over:
+            raise Unavailable("jobs", "another replica of the jobs service takes over")
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     async def run(self) -> None:
         """Run the open batches of the store, and those added later, until cancelled."""
-        for batch in await self.stored(self.store.open_batches):
-            self._take(batch)
         try:
+            for batch in await self.stored(self.store.open_batches):
+                self._take(batch)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(run_supervised(self._save_results, "save results"))
                 tasks.create_task(run_supervised(self._delete_outdated, "keep house"))
                 tasks.create_task(run_supervised(partial(self._drive, tasks), "batches"))
         finally:
+            self._is_over = True
             self._thread.shutdown(wait=True)
+            self._has_room()
+            for gauge in (metrics.BATCHES, metrics.OPEN_LINES, metrics.IN_FLIGHT, metrics.FILE_BYTES):
+                gauge.set(0)  # the next leader, which may be another process, reports them
 
     async def add(self, batch: JobBatch) -> None:
         """Store a new batch and run it.
@@ -102,14 +113,15 @@ class Runner:
             NotFound: the owner has no such batch.
             NotPossible: the batch has ended, or is FINALIZING.
             Full: there is no disk space.
+            Unavailable: `run` has not loaded the batches yet.
         """
-        if batch_id not in self._batches or self._batches[batch_id].owner != owner:
-            batch = await self.stored(self.store.batch, batch_id, owner)
-            raise NotPossible(f"batch {batch_id} is {batch.state} and cannot be cancelled")
-        try:
+        await self.stored(self.store.batch, batch_id, owner)
+        with contextlib.suppress(KeyError):
             return await self._change(batch_id, lambda batch: batch.cancel(self.now_s()))
-        except KeyError as error:
-            raise NotPossible(f"batch {batch_id} has just ended") from error
+        batch = await self.stored(self.store.batch, batch_id, owner)
+        if not batch.has_ended:
+            raise Unavailable("jobs", "its batches are being loaded")
+        raise NotPossible(f"batch {batch_id} is {batch.state} and cannot be cancelled")
 
     # ------------------------------------------------------------------------------------------ driving
 

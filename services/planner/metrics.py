@@ -136,7 +136,8 @@ class PlannerMetrics:
 
     def layout(self, layout: Layout) -> None:
         _EPOCH.set(layout.epoch)
-        _GROUPS.set(len(layout.groups))
+        resting = (Standing.PARKED, Standing.WAKING)
+        _GROUPS.set(sum(group.leader.standing not in resting for group in layout.groups))
         _CHANGES.inc()
         sizes = [str(len(group.members)) for group in layout.groups]
         for gone in self._sizes - set(sizes):

@@ -12,8 +12,13 @@ from ballast.client.types import ClusterStatus
 from ballast.common.layout import Standing
 from ballast.common.load import LoadReport
 from ballast.common.sampling import SamplingParams
+from services.worker.memory.host_copy import HostCopy
+from services.worker.memory.parameters import ParameterStore
+from services.worker.pipeline.events import ParkOrdered
 from tests.support.cluster import running_cluster, until
+from tests.support.group import running_group
 from tests.support.reference import reference_greedy_batch
+from tests.support.shells import until as until_true
 from tools.cli.main import main
 from tools.model.tiny import make_tiny
 
@@ -88,3 +93,21 @@ def test_a_worker_is_parked_and_woken_while_requests_run(
     assert min(map(len, answers)) > 5
     reference = reference_greedy_batch(model, PROMPTS, [len(answer) for answer in answers], "float64")
     assert answers == [list(one.token_ids) for one in reference]
+
+
+async def test_a_worker_without_host_memory_for_its_parameters_serves_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(self: HostCopy, parameters: ParameterStore, layer: int) -> None:
+        raise RuntimeError("host memory is full")
+
+    monkeypatch.setattr(HostCopy, "keep", keep)
+    async with running_group(make_tiny("llama", tmp_path / "tiny", layers=2), ["w0"]) as cluster:
+        for _ in range(2):
+            cluster.post("w0", ParkOrdered(park=True))
+            await until_true(lambda: not cluster.workers["w0"].member.parks.wake_s)
+            answer = await cluster.dispatcher.submit("w0", PROMPTS[0], replace(GREEDY, max_tokens=5))
+            async with asyncio.timeout(60):
+                await cluster.dispatcher.end(answer)
+            assert len(answer.token_ids) == 5
+        await cluster.quiet()

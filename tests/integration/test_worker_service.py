@@ -219,6 +219,7 @@ def broken_submits() -> dict[str, pb.Submit]:
         "prompt_token_ids: must not be empty": {"prompt_token_ids": []},
         "token id 600 is not in the vocabulary": {"prompt_token_ids": [600]},
         "token id -3 is not in the vocabulary": {"prompt_token_ids": [-3]},
+        "must not be empty": {"prompt_token_ids": [], "output_token_ids": [4]},
         "must not be negative": {"prompt_token_ids": [-3], "output_token_ids": [4]},
         "leave no room for an answer": {"prompt_token_ids": [5] * MAX_LEN},
         "delivered_text_chars": {"delivered_text_chars": -1},
@@ -428,3 +429,16 @@ async def test_requests_and_aborts_overtake_requests_whose_grammar_is_being_comp
         await attached.submit(4, 1)
         await attached.ended(4)
         assert len(attached.heard[3].token_ids) == 0
+
+
+async def test_a_request_ends_even_if_the_compiler_of_its_grammar_crashes(model: Path) -> None:
+    compiled = Future[None]()
+    sampling = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "[a-z]{30}"))
+    async with asyncio.timeout(60), worker(model, lambda _: compiled) as served:
+        attached = await Attached.open(served.channel)
+        await attached.send(pb.Submit(handle=1, prompt_token_ids=(9, 8, 7), sampling=SAMPLING.message(sampling)))
+        compiled.set_exception(RuntimeError("out of stack"))
+        [one] = await attached.ended(1)
+        assert one.reason is FinishReason.ERROR
+        assert one.ending is not None
+        assert "RuntimeError: out of stack" in one.ending.error

@@ -139,6 +139,8 @@ def run_context(args: argparse.Namespace) -> int:
 
 def run_info(args: argparse.Namespace) -> int:
     folder = find_model(args.model, weights=False).folder
+    if not (folder / "config.json").is_file():
+        raise ConfigError(str(folder), "has no config.json, so it is no model")
     if any(folder.glob("*.safetensors")):
         return _show(folder, args)
     told = describe(folder)

@@ -26,6 +26,7 @@ _UNSUPPORTED = {
     "top_logprobs": "/v1/chat/completions has them",
     "truncation": "shorten the input",
 }
+_LOGPROBS = "message.output_text.logprobs"  # the other parts that `include` can name are never in an answer
 # Fields that do not affect the answer: accepted and ignored.
 IGNORED = frozenset(
     {
@@ -33,7 +34,6 @@ IGNORED = frozenset(
             "access_programs",
             "background_options",
             "enable_response_messages",
-            "include",
             "max_tool_calls",
             "media_io_kwargs",
             "mm_processor_kwargs",
@@ -76,6 +76,7 @@ class ResponsesRequest(BaseModel):
     conversation: str | Item | None = None
     background: bool | None = None
     prompt: Item | None = None
+    include: list[str] | None = None
     priority: Any = None
     top_k: Any = None
     stop: Any = None
@@ -107,6 +108,9 @@ class ResponsesRequest(BaseModel):
         for name, instead in _UNSUPPORTED.items():
             if getattr(self, name) not in (None, 0, "disabled"):
                 raise invalid(name, f"is not supported: {instead}", code="unsupported_value")
+        if _LOGPROBS in (self.include or ()):
+            why = f"{_LOGPROBS} is not supported: {_UNSUPPORTED['top_logprobs']}"
+            raise invalid("include", why, code="unsupported_value")
         text = self.text or {}
         values = {
             **{name: getattr(self, name) for name in _AS_IN_CHAT},

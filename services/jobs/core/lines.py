@@ -45,7 +45,7 @@ class Checker:
         """Validate one line, passed with its line break. Returns False if the rest of the file need not be read."""
         self._number += 1
         offset, self._offset = self._offset, self._offset + len(raw)
-        if not raw.strip():
+        if len(raw) <= self._max_line_bytes and not raw.strip():
             return True
         try:
             self.lines.append(JobLine(self._number, self._check(raw), offset, len(raw)))

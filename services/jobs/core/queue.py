@@ -5,8 +5,11 @@ batch are sent in order.
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from services.jobs.core.lines import JobLine
+
+_MAX_LATER: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +66,13 @@ class Queue:
             self._give_back(closed.owner, closed.in_flight)
 
     def wants(self) -> list[tuple[str, int]]:
-        """Return (batch, number of its last line read) of each batch whose next lines should be read."""
+        """Return (batch, number of its last line read) of each batch whose next lines should be read: none while many
+        lines wait to be sent again, because gateways are busy.
+        """
         return [
             (batch_id, one.last_number)
             for batch_id, one in self._open.items()
-            if not one.is_read and len(one.ready) < self._low
+            if not one.is_read and len(one.ready) < self._low and len(one.later) < _MAX_LATER
         ]
 
     def add(self, batch_id: str, lines: list[JobLine]) -> None:

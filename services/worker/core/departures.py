@@ -53,6 +53,7 @@ class _Departure:
     began_s: float
     progress_s: float
     phase: DeparturePhase = DeparturePhase.OFFERED
+    kv_tokens: int = 0  # its tokens with KV between the last two steps
     takers: tuple[StageLayers, ...] = ()  # the target's stages
     copied_blocks: int = 0  # blocks whose arrival the target has confirmed
     sent_blocks: int = 0  # end of the last span sent, in blocks
@@ -155,9 +156,12 @@ class Departures:
                     commands.append(self._end(departure, at_s, "its target has not confirmed it", with_kv=False))
                 continue
             token_count = kv_tokens(departure.sequence_id)
-            if token_count is None:
+            # With fewer tokens than before, it was preempted and admitted again: others have written into its blocks.
+            if token_count is None or token_count < departure.kv_tokens:
                 commands += self._give_up(departure, at_s, "it has ended or was preempted")
-            elif departure.phase is DeparturePhase.READY:
+                continue
+            departure.kv_tokens = token_count
+            if departure.phase is DeparturePhase.READY:
                 commands += self._go_on(departure, at_s, token_count, in_flight)
             elif at_s - departure.progress_s > PATIENCE_S:
                 commands += self._give_up(departure, at_s, f"no progress for {PATIENCE_S:g} s")

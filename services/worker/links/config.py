@@ -9,6 +9,7 @@ from services.worker.memory.backend import SLOT_BYTES
 HEADER_BYTES = 64
 _LEAST_ON_DEVICE_BYTES = 1 << 20
 _BACKGROUND_SHARE_ON_DEVICE = 0.5
+_NAIVE_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,10 @@ class TransportConfig:
     bulk_inline_bytes: int = 4 * 1024
     posted_frames: int = 4  # receives posted in advance on each lane
     # Bounds.
-    max_message_bytes: int = 64 * 1024 * 1024  # maximum size of one urgent message
+    max_message_bytes: int = 1 << 30  # maximum size of one urgent message, such as the activations of a whole step
     max_transfer_bytes: int = 1 << 40
     max_queued_messages: int = 256
-    max_queued_bytes: int = 256 * 1024 * 1024  # maximum size of urgent messages not yet sent
+    max_queued_bytes: int = 2 << 30  # maximum size of urgent messages not yet sent
     max_transfers: int = 1024  # maximum unfinished transfers in each direction
     urgent_window: int = 8  # maximum urgent messages in flight
     # Waits.
@@ -67,8 +68,8 @@ class TransportConfig:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
 
     def naive(self) -> Self:
-        """Return these settings as a baseline: bulk in one piece, in order of arrival, without priorities."""
-        whole = self.max_message_bytes
+        """Return these settings as a baseline: bulk in large pieces, in order of arrival, without priorities."""
+        whole = min(_NAIVE_CHUNK_BYTES, self.max_message_bytes)
         return replace(
             self,
             chunk_bytes=whole,

@@ -136,7 +136,7 @@ class Maker:
     def make(self, parts: Sequence[Copied]) -> SharedCopy | None:
         """Make the copy. Returns None if the host has too little memory, which is not an error."""
         size_bytes = sum(piece.nbytes for part in parts for piece in part.pieces)
-        under_way = self._folder / f"{_BYTES}.{os.getpid()}"
+        under_way, manifest = (self._folder / f"{name}.{os.getpid()}" for name in (_BYTES, _MANIFEST))
         fd = os.open(under_way, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size_bytes)  # so that no write can fail
@@ -144,12 +144,12 @@ class Maker:
                 found = _write(mapped, parts)
             fcntl.flock(fd, fcntl.LOCK_SH)
             under_way.rename(self._folder / _BYTES)
-            manifest = self._folder / f"{_MANIFEST}.{os.getpid()}"
             manifest.write_text(json.dumps(found))
             manifest.rename(self._folder / _MANIFEST)
         except OSError as error:
             get_logger().warning("no host copy is made", size_bytes=size_bytes, why=str(error))
-            under_way.unlink(missing_ok=True)
+            for left in (under_way, self._folder / _BYTES, manifest):
+                left.unlink(missing_ok=True)
             os.close(fd)
             return None
         return SharedCopy(self._folder, found, fd)

@@ -7,7 +7,6 @@ reads, which have their own threads.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ class LayerServer:
     def send(self, link: Link, epoch: Epoch, layer: int) -> None:
         pieces = self.parameters.pieces(layer)
         future = self._start(self._send, link, epoch, layer, pieces)
-        future.add_done_callback(lambda f: self.refuse(link, layer) if f.cancelled() else None)
+        future.add_done_callback(lambda f: self.refuse(link, layer) if f.cancelled() or f.exception() else None)
 
     def _start(self, job: Callable[[*_Given], None], *given: *_Given) -> Future[None]:
         future = self.workers.submit(job, *given)
@@ -117,9 +116,13 @@ class LayerServer:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """Notify a peer that it does not get a layer, so that it requests the layer elsewhere."""
-        with contextlib.suppress(BallastError):  # the end of a link is reported anyway
+        """Notify a peer that it does not get a layer, so that it requests the layer elsewhere. If that is impossible,
+        the link ends, which the peer notices.
+        """
+        try:
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
+        except BallastError as error:
+            link.give_up(f"a layer could not be refused: {error}")
 
     def _send(self, link: Link, epoch: Epoch, layer: int, pieces: Sequence[torch.Tensor]) -> None:
         wanted = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer))

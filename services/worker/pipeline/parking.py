@@ -123,7 +123,7 @@ class Parking:
         """
         get_logger().warning("not parked: its parameters cannot be kept in host memory", why=str(error))
         self._jobs, self._state, self.parks = [], _ParkingState.SERVING, Parks()
-        self._serve()
+        self._context.answers.tell(RoleChanged(self._now(), leads=True))  # its memory has not changed
 
     def _wake(self) -> None:
         self._began_s, role = self._now(), self._context.role

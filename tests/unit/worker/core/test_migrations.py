@@ -6,13 +6,14 @@ import random
 import pytest
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
-from ballast.common.sampling import PriorityClass
+from ballast.common.sampling import PriorityClass, SamplingParams
 from services.worker.core import migration_messages as m
 from services.worker.core.arrivals import KvArrivals
 from services.worker.core.departures import Departures
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Hop, KvRange, StageLayers, hops
 from services.worker.policy.departure import Decoding, choose_departure
+from tests.unit.worker.core.stories import driver, prompt
 
 W1, W2, W3 = WorkerId("w1"), WorkerId("w2"), WorkerId("w3")
 SEQUENCE, MIGRATION, EPOCH = 5, 77, Epoch(4)
@@ -133,6 +134,33 @@ def test_a_sequence_that_ends_or_gives_way_ends_its_migration() -> None:
     assert isinstance(commands[0].message, m.Off)
     assert not report(departures, commands).moved
     assert departures.heard(0.4, W2, want(0, 9)) == []  # too late
+
+
+def test_a_sequence_that_gives_way_and_runs_again_between_two_steps_ends_its_migration() -> None:
+    """Blocks whose KV is being sent were given to other sequences meanwhile."""
+
+    def tokens(count: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+    made = driver(12, block_tokens=4, admission_reserve_fraction=0.0, max_batch_tokens=64)
+    made.submit(prompt(14), tokens(30))
+    made.submit(prompt(14, 20), tokens(4))
+    made.submit(prompt(9, 50), tokens(30))
+    *_, sequence_id = made.core.sequence_ids
+    departures = Departures(4, 100)
+    departures.begin(0.0, MIGRATION, W2, EPOCH, Decoding(sequence_id, 1, 9, 3), GIVERS)
+    commands = list[object]()
+    for step in range(6):
+        assert made.core.running_kv_tokens(sequence_id) is not None, "it seems to run all the time"
+        commands += departures.look(made.at_s, made.core.running_kv_tokens, made.core.in_flight)
+        if step == 1:
+            departures.heard(made.at_s, W2, want(0, 9))
+        made.want_batch()
+        made.finish_step()
+        if made.preempted:  # the second sequence has ended in the same step, so that the next arrival admits both
+            made.submit(prompt(2, 70), tokens(4))
+    assert isinstance(commands.pop(0), m.Give)
+    assert not report(departures, commands).moved
 
 
 def test_a_target_that_says_nothing_is_given_up() -> None:

@@ -24,6 +24,7 @@ from services.worker.links.transfer import TransferOutcome
 from services.worker.pipeline.links import Links
 from services.worker.pipeline.role import MemberRole
 from services.worker.pipeline.wire import Topic
+from services.worker.policy.step_limits import step_limits
 from tests.unit.worker.links.recorder import Recorder, checksum, pattern
 
 CONFIG = TransportConfig(keepalive_s=0.05, close_timeout_s=5.0)
@@ -106,6 +107,13 @@ def test_a_link_is_up_when_both_sides_take_part_and_not_before(pair: Pair) -> No
     late = w2.connect("w1", w1.store_address, 2, 30.0)
     assert early.result(30).is_up
     assert late.is_up
+
+
+def test_the_activations_of_the_largest_step_fit_into_a_message(pair: Pair) -> None:
+    [link, _] = pair.connect(1)
+    token_count = step_limits(180 << 30).tokens
+    link.send(TrafficClass.ACTIVATION, 0, tensor=torch.zeros(token_count, 8192, dtype=torch.bfloat16)).result(60)
+    pair.recorders["w2"].wait("messages", 1)
 
 
 def test_a_side_that_waits_in_vain_abandons_the_epoch_and_notifies_the_other(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 removed by its last user.
 """
 
+import errno
 import multiprocessing
 import os
 import random
@@ -96,6 +97,21 @@ def test_after_a_failed_attempt_the_next_worker_may_make_the_copy(tmp_path: Path
     found.give_up()
     copy = made(tmp_path)
     copy.close()
+
+
+def test_a_host_that_is_full_when_the_copy_is_almost_made_gets_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(path: Path, text: str) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    found = open_copy(tmp_path, "model")
+    assert isinstance(found, Maker)
+    with found as maker:
+        assert maker.make(parts()) is None
+    assert [file.name for file in (tmp_path / "model").iterdir()] == ["maker.lock"]
 
 
 def _make_for_ever(root: Path) -> None:

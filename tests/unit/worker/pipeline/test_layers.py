@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from ballast.common.errors import Overloaded
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.turns import MemberEvent
 from services.worker.engine.load import load_engine
@@ -187,6 +188,33 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         assert link.layers.get(timeout=30) == 1
         assert len(link.refusals) == 1
         workers.shutdown()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_peer_whose_layer_cannot_be_read_does_not_wait_for_it(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told so, or if the link takes no message, the link ends."""
+
+    class Link(_Sent):
+        def send(self, traffic: object, topic: Topic, *, meta: bytes, stream: int) -> None:
+            if is_full:
+                raise Overloaded("256 messages are unsent", 0.01)
+            super().send(traffic, topic, meta=meta, stream=stream)
+
+        def give_up(self, why: str) -> None:
+            self.refusals.append(why)
+
+    def fetch(layer: int) -> None:
+        raise OSError("another host does not answer")
+
+    with open_small(HostBackend()) as memory:
+        fill_layer(memory, 1)
+        monkeypatch.setattr(memory.parameters, "fetch", fetch)
+        workers, link = Threads(lambda _: False, lambda _: False, lambda _: None), Link()
+        events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
+        LayerServer(memory.parameters, workers, events.put).send(cast(Any, link), Epoch(3), 1)
+        events.get(timeout=30)  # the job has failed
+        workers.shutdown()
+    assert link.refusals == (["a layer could not be refused: 256 messages are unsent"] if is_full else [""])
 
 
 def test_a_drop_never_waits_for_checksums_of_loaded_layers(tmp_path: Path) -> None:

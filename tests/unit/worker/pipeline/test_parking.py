@@ -25,7 +25,7 @@ def test_layers_that_cannot_be_kept_end_no_worker_and_are_not_tried_again() -> N
     parking.poll()
     assert not parking.under_way
     assert (parking.parks.parked, parking.parks.wake_s) == (False, 0.0)
-    serve.assert_called_once_with()
-    layers.shrink.assert_not_called()
+    assert [call.args[0].leads for call in context.answers.tell.call_args_list] == [False, True]
+    serve.assert_not_called()  # there is no room for a new group, because its memory was not released
     parking.ordered(ParkOrdered(park=True))
     assert not parking.under_way
