@@ -144,9 +144,8 @@ def _read_file(path: Path, service: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(str(path), "must be a mapping of service names to settings")
     section = cast(dict[str, object], content).get(service, {})
-    unknown = sorted(
-        set(cast(dict[str, object], content)) - {"dispatcher", "gateway", "jobs", "planner", "monitor", "worker"}
-    )
+    known = {"dispatcher", "gateway", "jobs", "planner", "monitor", "worker"}
+    unknown = [name for name in cast(dict[object, object], content) if name not in known]
     if unknown:
         raise ConfigError(str(path), f"unknown section {unknown[0]!r}; sections are the names of the services")
     if section is None:
@@ -162,12 +161,14 @@ def _read_environment(settings: type[Settings], environ: Mapping[str, str]) -> d
     return {name: _parse(settings, name, text) for name, text in sorted(found.items())}
 
 
-def _parse(settings: type[BaseModel], name: str, text: str) -> object:
+def _parse(settings: type[Settings], name: str, text: str) -> object:
     """Parse an environment variable: lists and mappings as YAML (or JSON); other values stay text for `build`."""
-    if name == _DEV:
-        return cast(object, yaml.safe_load(text))
     field = settings.model_fields.get(name)
-    if field is None:
-        return text
     source = EnvSettingsSource(cast(type[BaseSettings], settings))
-    return cast(object, yaml.safe_load(text)) if source.field_is_complex(field) else text
+    if name != _DEV and (field is None or not source.field_is_complex(field)):
+        return text
+    try:
+        return cast(object, yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        variable = f"BALLAST_{settings.service.upper()}__{name.upper()}"
+        raise ConfigError(variable, f"is not valid YAML: {error}") from error

@@ -369,7 +369,12 @@ def test_small_endpoints(running: RunningCluster, ai: OpenAI, http: httpx.Client
     longer = http.post("/tokenize", json={"messages": MESSAGES}).json()
     assert 0 < chat["count"] < longer["count"]
     refused = http.post("/detokenize", json={"tokens": [1, 10**6]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ids[1]")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens[1]")
+    refused = http.post("/detokenize", json={"tokens": [2**31]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+    refused = http.post("/v1/completions", json={"prompt": [1, 10**6], "echo": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt[1]")
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
 
 
 def test_request_ids_are_echoed_and_may_repeat(running: RunningCluster, ai: OpenAI) -> None:

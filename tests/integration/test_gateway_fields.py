@@ -76,6 +76,7 @@ VALUES: Mapping[str, Any] = {
     "guided_json": SCHEMA,
     "guided_regex": "a",
     "ignore_eos": True,
+    "include": ["message.output_text.logprobs"],
     "include_reasoning": False,
     "include_stop_str_in_output": True,
     "input": "hi",

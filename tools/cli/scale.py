@@ -13,6 +13,8 @@ from tools.local.scaling import hearing
 
 _PLACE = "{wanted}"
 _AGAIN_S = 15.0  # pause before a failed command is run again
+_ENDS_WITHIN_S = 1800.0  # a command that takes longer is stopped, because later numbers wait for its end
+_STOPS_WITHIN_S = 10.0  # before it is killed
 
 
 def add_parser(commands: Commands) -> None:
@@ -22,7 +24,8 @@ def add_parser(commands: Commands) -> None:
         description="Receives the webhook of planners (--scale-webhook) and runs the command, with the wanted number in"
         f" place of {_PLACE}: `ballast scale --secret-file FILE -- docker compose up -d --no-recreate --scale"
         f" worker={_PLACE}`. Runs one command at a time, then the latest number received meanwhile. A failed command is"
-        f" run again after {_AGAIN_S:.0f} s, because planners send only changes.",
+        f" run again after {_AGAIN_S:.0f} s, because planners send only changes. One that has not ended after"
+        f" {_ENDS_WITHIN_S / 60:.0f} minutes is stopped.",
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -79,9 +82,19 @@ async def _carry_out(args: argparse.Namespace, wanted: Wanted) -> bool:
     count = min(args.most, max(args.least, wanted.wanted))
     command = [word.replace(_PLACE, str(count)) for word in args.command]
     try:
-        status = await (await asyncio.create_subprocess_exec(*command)).wait()
+        process = await asyncio.create_subprocess_exec(*command)
     except OSError as error:
         raise ConfigError("COMMAND", f"{command[0]}: {error.strerror}") from error
-    ending = "" if status == 0 else f"; the command ended with {status}"
+    ending = ""
+    for within_s, stop in ((_ENDS_WITHIN_S, process.terminate), (_STOPS_WITHIN_S, process.kill)):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await process.wait()
+            break
+        ending = f"; the command had not ended after {_ENDS_WITHIN_S:.0f} s and was stopped"
+        stop()
+    status = await process.wait()
+    if status != 0 and not ending:
+        ending = f"; the command ended with {status}"
     print(f"{count} wanted ({wanted.reason}){ending}", flush=True)
-    return status == 0
+    return not ending

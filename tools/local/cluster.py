@@ -330,9 +330,11 @@ class LocalCluster:
 
     async def end_worker(self, process: ServiceProcess) -> None:
         """Stop a worker permanently. It has `stop_timeout_s` to finish its requests."""
-        process.may_end = True
-        await process.child.stop(self._stop_timeout_s)
-        self.processes["worker"].remove(process)
+        while running := [one for one in self.processes["worker"] if one.id == process.id]:  # `respawn` may replace it
+            running[0].may_end = True
+            await running[0].child.stop(self._stop_timeout_s)
+            if running[0] in self.processes["worker"]:
+                self.processes["worker"].remove(running[0])
         self.metrics_targets.pop(process.id, None)
 
     async def start_planner(self) -> ServiceProcess:

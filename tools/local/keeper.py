@@ -112,6 +112,9 @@ class Keeper:
         self._tell(self._note_end(child))
         while record.failed_count < len(_PAUSES_S):
             await asyncio.sleep(_PAUSES_S[record.failed_count])
+            if all(process.may_end for process in self._cluster.find(name)):  # it was ended on purpose meanwhile
+                self._reviving.discard(name)
+                return
             record.failed_count += 1
             record.started_at_s = time.monotonic()
             processes = self._cluster.respawn(name)

@@ -2,33 +2,39 @@
 
 import asyncio
 import time
-import urllib.request
-from collections.abc import Callable
-from http.client import HTTPException
+from collections.abc import Callable, Coroutine
+from urllib.parse import urlsplit, urlunsplit
 
+from ballast.common.errors import BallastError
 from ballast.common.wanted import SIGNATURE, Wanted, sign
+from ballast.service.http_client import HttpClient
 from ballast.service.logs import get_logger
 
 EVERY_S = 15.0  # minimum interval of posts, after a successful one
 _BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
 _TIMEOUT_S = 5.0
 
-# URL, body, signature; raises OSError, HTTPException, or ValueError for an invalid URL
-Post = Callable[[str, bytes, str], None]
+# URL, body, signature; raises OSError, ValueError or BallastError
+Post = Callable[[str, bytes, str], Coroutine[None, None, None]]
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes redirects errors, because urllib would follow them with a GET, without the body."""
+async def post(url: str, body: bytes, signature: str) -> None:
+    """Send a message. Redirects are errors. The body of the response is not read, because it may be endless.
 
-    def redirect_request(self, *_: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None
-
-
-def post(url: str, body: bytes, signature: str) -> None:
-    """Send a message. The body of the response is not read, because it may be endless."""
+    Raises:
+        OSError: the receiver refuses the message, or does not answer in time.
+        BallastError: the URL is invalid, or there is no connection.
+    """
+    parts = urlsplit(url)
     headers = {"Content-Type": "application/json", SIGNATURE: signature}
-    opener = urllib.request.build_opener(_NoRedirects)
-    opener.open(urllib.request.Request(url, body, headers), timeout=_TIMEOUT_S).close()
+    path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+    client = HttpClient(f"{parts.scheme}://{parts.netloc}")
+    try:
+        async with asyncio.timeout(_TIMEOUT_S), client.call("POST", path, headers, body) as response:
+            if not 200 <= response.status < 300:
+                raise OSError(f"HTTP Error {response.status}")
+    finally:
+        client.close()
 
 
 class Webhook:
@@ -62,8 +68,8 @@ class Webhook:
                 continue
             try:
                 body = wanted.body()
-                await asyncio.to_thread(self._send, self._url, body, sign(self._secret, body, time.time()))
-            except (OSError, HTTPException, ValueError) as error:
+                await self._send(self._url, body, sign(self._secret, body, time.time()))
+            except (OSError, ValueError, BallastError) as error:
                 self._told = None  # the receiver may have it nevertheless
                 if back_off_s == _BACK_OFF_S:
                     get_logger().warning("webhook not called", url=self._url, wanted=wanted.wanted, why=str(error))

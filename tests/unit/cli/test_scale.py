@@ -33,3 +33,16 @@ def test_a_failed_command_is_run_again(tmp_path: Path, monkeypatch: pytest.Monke
 
     asyncio.run(story())
     assert out.read_text().split() == ["3", "3", "3"], "twice after a failure, and not after a success"
+
+
+def test_a_command_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(scale, "_ENDS_WITHIN_S", 0.2)
+    monkeypatch.setattr(scale, "_STOPS_WITHIN_S", 0.2)
+    for script in (
+        "exec sleep 60",
+        "trap '' TERM; while true; do sleep 0.1; done",
+        "trap 'exit 0' TERM; while true; do sleep 0.1; done",
+    ):
+        args = argparse.Namespace(command=["sh", "-c", script, "{wanted}"], least=1, most=8)
+        assert not asyncio.run(asyncio.wait_for(scale._carry_out(args, Wanted(3, (), ())), 10))
+        assert "was stopped" in capsys.readouterr().out

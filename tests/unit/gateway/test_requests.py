@@ -164,6 +164,13 @@ def test_a_malformed_response_request_is_refused_before_it_runs(fields: dict[str
     assert caught.value.status == 400
 
 
+def test_log_probabilities_of_a_response_are_refused_and_parts_that_it_never_has_are_not() -> None:
+    response(include=["reasoning.encrypted_content", "file_search_call.results"])
+    with pytest.raises(Failure, match="/v1/chat/completions has them") as caught:
+        response(include=["message.output_text.logprobs"])
+    assert (caught.value.status, caught.value.param) == (400, "include")
+
+
 def test_a_choice_of_a_malformed_function_is_refused() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(Failure, match="by its name"):

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from ballast.common.errors import Unavailable
 from ballast.service.http_client import HttpClient
 from ballast.service.http_server import HttpServer
+from ballast.service.metrics import REGISTRY
 from ballast.service.tokens import TokenBook, TokenRole
 from services.jobs.app import Desk, Quotas, build_app
+from services.jobs.core.batch import BatchState
+from services.jobs.runner import Runner
 from services.jobs.store import Store
-from tests.support.jobs import URL, ScriptedGateway, line, running
+from tests.support.jobs import RULES, URL, ScriptedGateway, batch, line, put_file, running
 from tests.support.waiting import soon
 from tools.cli.tokens import add_token
 
@@ -45,6 +49,7 @@ class Service:
 
     client: HttpClient
     store: Store
+    desk: Desk
     token: str = ""
     is_full: list[bool] = field(default_factory=lambda: [False])
 
@@ -85,7 +90,7 @@ async def serving(
     client = HttpClient(f"http://127.0.0.1:{server.port}")
     async with running(store, gateway or ScriptedGateway()) as runner:
         desk.runner = runner
-        yield Service(client, store, is_full=is_full)
+        yield Service(client, store, desk, is_full=is_full)
         desk.runner = None
     client.close()
     stopping.set()
@@ -285,5 +290,40 @@ def test_a_replica_that_knows_no_active_one_says_so(tmp_path: Path, path: str) -
         client.close()
         stopping.set()
         await http
+
+    run(story())
+
+
+def test_calls_during_a_change_of_the_leader_are_told_to_come_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path) as service:
+            file_id = (await service.upload(line(0).encode()))[1]["id"]
+            async with running(service.store, ScriptedGateway()) as service.desk.runner:
+                await asyncio.sleep(0.01)  # this replica then loses its role; running handlers still have its runner
+            for status, said in (
+                await service.create(file_id),
+                await service.ask("GET", "/v1/batches"),
+                await service.upload(b"x"),
+            ):
+                assert (status, said["error"]["code"]) == (503, "unavailable")
+
+    run(story())
+
+
+def test_a_batch_can_be_cancelled_as_soon_as_its_runner_has_loaded_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        store = Store(tmp_path, 1)
+        put_file(store, [line(0)])
+        store.add_batch(batch())
+        runner = Runner(store, ScriptedGateway(takes_s=60.0), RULES, lambda: 0.0)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(Unavailable, match="being loaded"):
+            await runner.cancel("batch_1", "")
+        task = asyncio.create_task(runner.run())
+        await soon(lambda: bool(REGISTRY.get_sample_value("ballast_jobs_open_batches")))
+        assert (await runner.cancel("batch_1", "")).state is BatchState.CANCELLING
+        task.cancel()
+        await asyncio.wait([task])
+        assert REGISTRY.get_sample_value("ballast_jobs_open_batches") == 0
+        store.close()
 
     run(story())

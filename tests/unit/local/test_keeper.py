@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from tests.support.shells import until
-from tools.local.cluster import LocalCluster
+from tools.local.cluster import LocalCluster, ServiceProcess
 from tools.local.faults import Breaker, Proxies
 from tools.local.keeper import Keeper
+from tools.local.process import ChildProcess
 from tools.local.state_server import PrivateStateServer
 
 
@@ -58,3 +59,19 @@ async def test_a_state_server_that_does_not_run_cannot_be_broken(tmp_path: Path)
         _, _, go_on = stopped
         await go_on()
         assert not server.is_running
+
+
+async def test_a_worker_that_is_ended_while_it_is_being_restarted_stays_ended(tmp_path: Path) -> None:
+    cluster, told = LocalCluster(tmp_path, workers=0), list[str]()
+    child = ChildProcess("worker-0", ["false"], log_path=tmp_path / "worker-0.log")
+    worker = ServiceProcess("worker", "worker-0", child)
+    cluster.processes["worker"].append(worker)
+    keeping = asyncio.create_task(Keeper(cluster, told.append).run())
+    await until(lambda: any("did not come up again" in line for line in told))
+    assert cluster.processes["worker"] != [worker], "the keeper has replaced it"
+    await cluster.end_worker(worker)
+    await asyncio.sleep(1.5)  # the pause before its next restart
+    assert cluster.processes["worker"] == []
+    keeping.cancel()
+    await asyncio.wait([keeping])
+    assert len(told) == 2

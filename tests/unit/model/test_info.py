@@ -74,6 +74,14 @@ def test_command_makes_and_describes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "tied embedding" in printed
 
 
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["model", "info", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        args.run(args)
+
+
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
 def test_human_bytes(size: int, text: str) -> None:
     assert human_bytes(size) == text

@@ -47,7 +47,7 @@ class Receiver:
         self.heard: list[tuple[float, int]] = []
         self.refused = refuses
 
-    def take(self, url: str, body: bytes, signature: str) -> None:
+    async def take(self, url: str, body: bytes, signature: str) -> None:
         verify(SECRET, body, signature, time.time())
         if self.refused:
             self.refused -= 1
@@ -122,7 +122,7 @@ def test_a_follower_hears_it_over_http_and_no_one_else() -> None:
             body = wanted(7).body()
             for secret, sent in ((b"x" * 16, body), (SECRET, b"{}")):
                 with pytest.raises(OSError, match=r"HTTP Error 40[01]"):
-                    await asyncio.to_thread(post, url, sent, sign(secret, sent, time.time()))
+                    await post(url, sent, sign(secret, sent, time.time()))
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].strip("/")))
             writer.write(f"POST / HTTP/1.1\r\ncontent-length: 99999999\r\n{SIGNATURE}: t=1\r\n\r\n".encode())
             assert (await reader.readline()).startswith(b"HTTP/1.1 413")
@@ -135,7 +135,7 @@ def test_a_follower_hears_it_over_http_and_no_one_else() -> None:
 def test_a_number_is_sent_again_if_a_failed_call_may_have_delivered_another() -> None:
     heard: list[int] = []
 
-    def take(url: str, body: bytes, signature: str) -> None:
+    async def take(url: str, body: bytes, signature: str) -> None:
         heard.append(Wanted.read(body).wanted)
         if heard[-1] == 2:
             raise TimeoutError("the response was lost")
@@ -155,8 +155,8 @@ def test_a_number_is_sent_again_if_a_failed_call_may_have_delivered_another() ->
 def test_a_call_that_ends_after_the_lead_was_lost_does_not_count_as_told() -> None:
     heard: list[int] = []
 
-    def take(url: str, body: bytes, signature: str) -> None:
-        time.sleep(0.1)
+    async def take(url: str, body: bytes, signature: str) -> None:
+        await asyncio.sleep(0.1)
         heard.append(Wanted.read(body).wanted)
 
     async def story() -> None:
@@ -173,7 +173,7 @@ def test_a_call_that_ends_after_the_lead_was_lost_does_not_count_as_told() -> No
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307])
 def test_a_redirect_is_no_delivery(status: int) -> None:
-    """urllib would follow it with a GET without the body."""
+    """A GET without the body would reach the receiver."""
     lines: list[bytes] = []
 
     async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -188,7 +188,7 @@ def test_a_redirect_is_no_delivery(status: int) -> None:
         async with server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
             with pytest.raises(OSError, match=f"HTTP Error {status}"):
-                await asyncio.to_thread(post, url, b"{}", "")
+                await post(url, b"{}", "")
 
     asyncio.run(story())
     assert [line.split()[0] for line in lines] == [b"POST"]
@@ -216,3 +216,28 @@ def test_an_endless_response_does_not_delay_the_next_call() -> None:
 
     asyncio.run(story())
     assert len(heard) == 2
+
+
+def test_a_receiver_that_sends_headers_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.planner.shell.webhook._TIMEOUT_S", 0.3)
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        while not writer.is_closing():
+            writer.write(b"X-More: y\r\n")
+            await asyncio.sleep(0.02)
+        writer.close()
+        gone.set()
+
+    gone = asyncio.Event()
+
+    async def story() -> None:
+        async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+            began_s = time.monotonic()
+            with pytest.raises(TimeoutError):
+                await post(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"{}", "")
+            assert time.monotonic() - began_s < 1.0
+            await asyncio.wait_for(gone.wait(), 5)
+
+    asyncio.run(story())

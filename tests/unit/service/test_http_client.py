@@ -186,3 +186,15 @@ def test_a_server_that_falls_silent_ends_a_forwarded_call(answer: bytes, monkeyp
 
     asyncio.run(check())
     assert len(sent) == (2 if answer else 0)
+
+
+def test_the_response_to_a_head_has_no_body() -> None:
+    """Its headers have the length of the body that a GET would get."""
+
+    async def check() -> None:
+        serve, _ = saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n")
+        async with answering(serve) as client, asyncio.timeout(5), client.call("HEAD", "/x") as response:
+            assert (response.status, response.header("content-length")) == (200, "2")
+            assert await response.read(10) == b""
+
+    asyncio.run(check())

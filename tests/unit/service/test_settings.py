@@ -54,6 +54,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tm
         ("worker: {max_request_count: 0}", r"worker\.max_request_count: .*greater than 0.*got 0"),
         ("worker: {port: many}", r"worker\.port: .*got 'many'"),
         ("wroker: {}", "unknown section 'wroker'"),
+        ("1: {}\nwroker: {}", "unknown section 1"),
         ("[1, 2]", "must be a mapping"),
         ("worker: [1]", "must be a mapping"),
         ("worker: {port: [", "not valid YAML"),
@@ -73,6 +74,12 @@ def test_a_missing_file_and_a_bad_variable_are_named() -> None:
         load(BALLAST_WORKER__PORT="x")
     with pytest.raises(ConfigError, match=r"worker\.nothing: unknown setting"):
         load(BALLAST_WORKER__NOTHING="x")
+
+
+@pytest.mark.parametrize("name", ["DEV", "CLASSES"])
+def test_a_variable_that_is_not_valid_yaml_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"BALLAST_WORKER__{name}: is not valid YAML"):
+        load(**{f"BALLAST_WORKER__{name}": "{"})
 
 
 def test_settings_are_frozen() -> None:

@@ -89,3 +89,8 @@ def test_results_have_openais_form() -> None:
     for outcome, code in ((BatchState.EXPIRED, "batch_expired"), (BatchState.CANCELLED, "batch_cancelled")):
         said = json.loads(unrun("id", "a", outcome))
         assert (said["response"], said["error"]["code"]) == (None, code)
+
+
+def test_an_oversized_line_of_spaces_does_not_hide_the_lines_after_it() -> None:
+    checker = checked(line(custom_id="a"), b" " * 1001)  # the runner reads no further
+    assert [problem.code for problem in checker.problems] == ["line_too_large"]

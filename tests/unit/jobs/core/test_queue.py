@@ -112,3 +112,16 @@ def test_random_histories_lose_no_line_and_send_none_twice() -> None:
                     stored[pick.batch_id].remove(pick.line.number)
         assert set(done.values()) == {1}
         assert len(done) == sum(counts.values())
+
+
+def test_no_further_lines_are_read_while_many_wait_to_be_sent_again() -> None:
+    queue, read = Queue(low=8), 0
+    queue.open("a", "k")
+    for _ in range(1000):  # gateways refuse every line for a minute
+        for batch_id, after in queue.wants():
+            read = after + 8
+            queue.add(batch_id, lines(8, after + 1))
+        for pick in picks(queue, 8):
+            queue.again(pick, at_s=60.0)
+    assert read == 512
+    assert queue.pick(60.0) is not None
