@@ -82,7 +82,8 @@ def test_tokens_without_text_neither_change_the_text_nor_make_the_window_long() 
     """A model that continues after its end may generate thousands of special tokens, or of unused ids."""
     tokenizer, rng = byte_fallback(), random.Random(5)
     tokenizer.add_special_tokens(["<eos>"])
-    eos, unused, text = tokenizer.token_to_id("<eos>"), 400, [0xE4, 0xB8, 0xAD, 256, 257, 258, 259]
+    assert tokenizer.token_to_id("<eos>") == 260
+    eos, unused, text = 260, 400, [0xE4, 0xB8, 0xAD, 256, 257, 258, 259]
     for _ in range(50):
         ids = [i for token_id in text for i in (token_id, *rng.choices([eos, unused], k=rng.randrange(40)))]
         detokenizer = Detokenizer(tokenizer, [256], skip_special_tokens=True)
