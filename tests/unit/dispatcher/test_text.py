@@ -98,9 +98,9 @@ ENDLESS = {
 }
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("why", ENDLESS)
-def test_a_template_that_does_not_end_is_ended(model: Path, why: str) -> None:
+def test_a_template_that_does_not_end_is_ended(model: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.dispatcher.template._MOST_TURNS", 100_000)  # the real limit takes half a minute
     edit(model / "tokenizer_config.json", chat_template=ENDLESS[why])
     with pytest.raises(InvalidRequest, match=why):
         conversation(PromptEncoder(model), ("user", "x"))
