@@ -77,7 +77,7 @@ class ChannelConnection(Connection):
             on_message=self._receiver.on_message,
             on_answer=self._bulk.acknowledged,
             on_join=self.peer_joined,
-            on_leave=self.peer_left,
+            on_leave=lambda epoch, abandoned: self.peer_left(epoch, abandoned=abandoned),
             on_close=self.begin_close,
         )
         bulk_handlers = BulkHandlers(
@@ -148,6 +148,10 @@ class ChannelConnection(Connection):
     def tell(self, kind: FrameKind, epoch: int) -> None:
         traffic = TrafficClass.CONTROL if kind is FrameKind.JOIN else TrafficClass.ACTIVATION
         self._urgent.tell(Header(kind=kind, traffic=traffic, epoch=epoch))
+
+    def tell_abandoned(self, epoch: int) -> None:
+        header = Header(kind=FrameKind.LEAVE, traffic=TrafficClass.ACTIVATION, epoch=epoch, stream=1)
+        self._urgent.tell(header)
 
     def end_transfers(self, epoch: int, why: str) -> None:
         self._bulk.end(epoch, why)

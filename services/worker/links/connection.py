@@ -261,7 +261,10 @@ class Connection(ABC):
             was_shared = link.met
             self._peer_epochs.discard(link.epoch)
             self._idle_since_s = time.monotonic()
-        self.tell(FrameKind.LEAVE, link.epoch)
+        if was_shared:
+            self.tell(FrameKind.LEAVE, link.epoch)
+        else:
+            self.tell_abandoned(link.epoch)
         self._end(link, LinkEnding(LinkState.CLOSED, "its epoch has ended"), tell=was_shared)
 
     def link_of(self, epoch: int) -> Link | None:
@@ -280,7 +283,8 @@ class Connection(ABC):
                 self._peer_epochs.discard(min(self._peer_epochs - self._links.keys(), default=epoch))
             self._changed.notify_all()
 
-    def peer_left(self, epoch: int) -> None:
+    def peer_left(self, epoch: int, *, abandoned: bool = False) -> None:
+        """Handle the peer's end of an epoch. `abandoned`: it had not heard that this side has joined."""
         with self._changed:
             was_joined = epoch in self._peer_epochs
             self._peer_epochs.discard(epoch)
@@ -288,6 +292,8 @@ class Connection(ABC):
             self._idle_since_s = time.monotonic()
         if link is not None:
             self._end(link, LinkEnding(LinkState.CLOSED, "the peer has left its epoch"))
+            if abandoned:  # the notices have crossed: the peer believes that this side takes part
+                self.tell(FrameKind.LEAVE, epoch)
 
     def close_if_idle(self) -> None:
         """Close the connection if it has had no epoch for `_IDLE_S`; called periodically. A peer that joins an epoch
@@ -326,6 +332,10 @@ class Connection(ABC):
     @abstractmethod
     def tell(self, kind: FrameKind, epoch: int) -> None:
         """Notify the peer that this side joins an epoch (sent before its messages) or leaves it (sent after them)."""
+
+    def tell_abandoned(self, epoch: int) -> None:
+        """Notify the peer that this side leaves an epoch without having heard that the peer has joined it."""
+        self.tell(FrameKind.LEAVE, epoch)
 
     @abstractmethod
     def send(

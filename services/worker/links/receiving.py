@@ -27,7 +27,7 @@ class UrgentHandlers:
     on_message: Callable[[Link, Message], None]
     on_answer: Callable[[int, TransferOutcome, str], None]  # called with answers to this side's transfers
     on_join: Callable[[int], None]
-    on_leave: Callable[[int], None]
+    on_leave: Callable[[int, bool], None]  # True: the peer had not heard that this side has joined
     on_close: Callable[[], None]
 
 
@@ -70,7 +70,7 @@ class UrgentReceiver:
                 case FrameKind.JOIN:
                     self._handlers.on_join(header.epoch)
                 case FrameKind.LEAVE:
-                    self._handlers.on_leave(header.epoch)
+                    self._handlers.on_leave(header.epoch, bool(header.stream))
                 case FrameKind.CLOSE:
                     self._handlers.on_close()
                     return

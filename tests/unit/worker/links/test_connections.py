@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,6 +128,28 @@ def test_a_side_that_waits_in_vain_abandons_the_epoch_and_notifies_the_other(pai
         w2.connect("w1", w1.store_address, 2, 0.1)
     assert [link.epoch for link in pair.connect(3)] == [3, 3]
     assert pair.planes["w1"].link("w2", 1) is not None
+
+
+def test_a_side_that_abandons_an_epoch_just_as_the_other_joins_does_not_take_it_for_joined(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [link, other] = pair.connect(1)
+    mine, theirs = link.connection, other.connection
+    waits = mine.begin_join(2)
+    assert waits is not None
+    until(lambda: 2 in theirs._peer_epochs)
+    with monkeypatch.context() as wire:  # on which the two notices cross
+        wire.setattr(mine, "tell_abandoned", Mock())
+        mine.leave(waits)
+        late = theirs.begin_join(2)
+        assert late is not None
+        until(lambda: 2 in mine._peer_epochs)
+    mine.tell_abandoned(2)
+    until(lambda: late.ended)
+    until(lambda: 2 not in mine._peer_epochs)
+    again = mine.begin_join(2)
+    assert again is not None
+    assert not again.is_up
 
 
 @pytest.mark.parametrize("leaves", [True, False])
