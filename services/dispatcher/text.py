@@ -95,6 +95,9 @@ class PromptEncoder:
     def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token sequences of each word, as in vLLM: without a leading space, and also with one if that
         changes the first token but not the number of tokens.
+
+        Raises:
+            InvalidRequest: a word has no tokens.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -102,6 +105,8 @@ class PromptEncoder:
                 tuple(self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids)
                 for space in ("", " ")
             )
+            if not alone:
+                raise InvalidRequest("sampling.bad_words", f"{word!r:.80} has no tokens")
             found.append(alone)
             if len(spaced) == len(alone) and spaced[0] != alone[0]:
                 found.append(spaced)

@@ -273,6 +273,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 invalid(f"sampling.grammar: was not compiled within {_COMPILE_TIMEOUT_S:g} s")
             except BallastError as error:
                 stream.close(error)
+            except Exception as error:  # noqa: BLE001 whatever the compiler raises, the request must end
+                get_logger().error("a grammar could not be compiled", why=f"{type(error).__name__}: {error}")
+                why = f"sampling.grammar: {type(error).__name__}: {error}"
+                stream.put_ending(Ending(submit.handle, FinishReason.ERROR, error=why), self._shell.load())
             finally:
                 compiling.pop(submit.handle, None)
 
@@ -303,7 +307,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         output_text = ""
         if output and not (submit.omit_text and not sampling.stop):
             # The core validates tokens, but the tokenizer would fail on these before.
-            if min(*prompt, *output) < 0:
+            if min((*prompt, *output)) < 0:
                 raise InvalidRequest("token_ids", "must not be negative")
             detokenizer = self._detokenizer(NewSequence(0, prompt, (), sampling))
             output_text = "".join(map(detokenizer.push, output))

@@ -365,7 +365,7 @@ class WorkerShell:
         commands, self._turns.commands = self._turns.commands, []
         turn = _Turn(
             slots=sum(not isinstance(event, (*_SLOTLESS, MemberEvent)) for event in events),
-            seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, w.Submitted)},
+            seen_handles=dict(sorted(event.key for event in events if isinstance(event, w.Submitted))),
             emits=[command for command in commands if isinstance(command, w.Emit)],
             report=self._load(),
             drained=self._is_drained(),

@@ -41,7 +41,16 @@ class Detokenizer:
                 self._window = self._window[-_CONTEXT_TOKENS:]
                 text = self._stable_text()
             self._given_chars = len(text)
+        elif self._is_skipped(token_id):
+            self._window.pop()  # many of them would make the window long, and each push slow
         return new
+
+    def _is_skipped(self, token_id: int) -> bool:
+        """True if decoding ignores the token: it is a special token, or unknown to the tokenizer."""
+        if self._tokenizer.id_to_token(token_id) is None:
+            return True
+        alone: list[str] = [self._tokenizer.decode([token_id], skip_special_tokens=skip) for skip in (False, True)]
+        return self._skip_special and alone[0] != alone[1]
 
     def _stable_text(self) -> str:
         text: str = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special)

@@ -268,8 +268,9 @@ class GroupScheduler:
 
     def step_preempted(self, event: StepPreempted) -> None:
         """Undo the oldest batch in flight, of offline sequences, which was preempted within its step."""
-        lost_tokens = 0
-        for sequence, end, _ in self.batches_in_flight.complete(event.step_id).shares:
+        lost_tokens, in_flight_batch = 0, self.batches_in_flight.complete(event.step_id)
+        self.scheduler.swap.landed(in_flight_batch.swaps, good=True)
+        for sequence, end, _ in in_flight_batch.shares:
             if sequence.state is not SequenceState.ENDED:
                 lost_tokens += end - sequence.computed_tokens
                 sequence.dispatched_tokens = sequence.computed_tokens

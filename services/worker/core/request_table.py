@@ -145,6 +145,8 @@ class RequestTable:
         for kept in self.kept.sequences:
             self.kept.discard(kept)
             kept.move(SequenceState.ENDED, at_s, "the group is lost")
+        for stream_id in self.streams:
+            self.outbox.close(stream_id)
         self.streams.clear()
 
     def expire(self, at_s: float) -> None:

@@ -59,6 +59,12 @@ def test_bad_words_are_encoded_as_in_vllm(model: Path) -> None:
     assert len(words) + 3 < len(expected) < 2 * len(words) + 6  # some words also have a variant with a leading space
 
 
+def test_a_bad_word_that_the_tokenizer_drops_is_a_client_error(model: Path) -> None:
+    edit(model / "tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": "\u200b"}, "content": ""})
+    with pytest.raises(InvalidRequest, match=r"bad_words.*has no tokens"):
+        PromptEncoder(model).encode_bad_words(["fine", "\u200b"])
+
+
 def test_a_saved_truncation_does_not_cut_prompts(model: Path) -> None:
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     edit(model / "tokenizer.json", truncation=truncation)
@@ -92,9 +98,9 @@ ENDLESS = {
 }
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("why", ENDLESS)
-def test_a_template_that_does_not_end_is_ended(model: Path, why: str) -> None:
+def test_a_template_that_does_not_end_is_ended(model: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.dispatcher.template._MOST_TURNS", 100_000)  # the real limit takes half a minute
     edit(model / "tokenizer_config.json", chat_template=ENDLESS[why])
     with pytest.raises(InvalidRequest, match=why):
         conversation(PromptEncoder(model), ("user", "x"))

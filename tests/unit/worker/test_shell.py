@@ -359,6 +359,24 @@ async def test_the_report_says_which_requests_it_counts(model: Path) -> None:
         assert output.seen_handle == event.key.handle
 
 
+async def test_a_request_that_others_have_overtaken_hides_none_of_them(model: Path) -> None:
+    gate = Gate()
+    async with running_shell(model, gate, max_batch_tokens=8) as shell:
+        stream = await shell.open_stream()
+        await shell.post(submission(stream, 1, prompt=[7] * 250))
+        await asyncio.to_thread(gate.entered.wait)
+        overtaken, newest = (submission(stream, 1, prompt=[7] * 250) for _ in range(2))
+        await shell.post(newest)
+        await shell.post(replace(overtaken, overtaken=True))
+        gate.open()
+        output = await stream.next()
+        while output is not None and output.load.running_count + output.load.waiting_count < 3:
+            output = await stream.next()
+        assert output is not None
+        assert output.emit is None
+        assert output.seen_handle == newest.key.handle
+
+
 async def test_a_report_of_an_idle_worker_follows_its_memory(model: Path) -> None:
     """A worker releases its memory for parking without an event, as soon as no peer reads from it any more."""
 

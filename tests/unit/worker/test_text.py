@@ -78,6 +78,19 @@ def test_byte_fallback_holds_every_incomplete_byte_back() -> None:
     assert streamed(tokenizer, [256], [0xE4, 0xB8, 0xAD, 259]) == ["", "", "中", "!"]
 
 
+def test_tokens_without_text_neither_change_the_text_nor_make_the_window_long() -> None:
+    """A model that continues after its end may generate thousands of special tokens, or of unused ids."""
+    tokenizer, rng = byte_fallback(), random.Random(5)
+    tokenizer.add_special_tokens(["<eos>"])
+    assert tokenizer.token_to_id("<eos>") == 260
+    eos, unused, text = 260, 400, [0xE4, 0xB8, 0xAD, 256, 257, 258, 259]
+    for _ in range(50):
+        ids = [i for token_id in text for i in (token_id, *rng.choices([eos, unused], k=rng.randrange(40)))]
+        detokenizer = Detokenizer(tokenizer, [256], skip_special_tokens=True)
+        assert "".join(map(detokenizer.push, ids)) == tokenizer.decode([256, *ids]).removeprefix("hello")
+        assert len(detokenizer._window) <= 16
+
+
 def test_a_corrupt_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_tokenizer(tmp_path)

@@ -4,6 +4,7 @@ from typing import Any
 
 from ballast.common.cost import CostModel
 from ballast.common.sampling import PriorityClass
+from ballast.common.targets import for_all
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Aborted, RoleChanged, RoomWanted
 from services.worker.core.group_scheduler import GroupScheduler
@@ -204,3 +205,18 @@ def test_copies_in_use_are_not_evicted() -> None:
     host.done((b"one",))
     host.make_room(2)
     assert len(host) == 0
+
+
+def test_copies_beside_a_preempted_step_are_complete() -> None:
+    """Otherwise their host blocks would count as swapped KV, for which offline sequences do not make way."""
+    cost = CostModel(attention_s=0.0, token_s=0.0, chunk_s=0.01, shared_s=0.01)
+    driver = driver_of(40, harvest=Harvest(cost=lambda: cost, targets=for_all(ttft_s=0.01), layer_count=8))
+    run(driver, tokens(17))
+    driver.submit(tokens(5, first=3), greedy(6), priority=PriorityClass.BATCH)
+    execute = driver.want_batch()
+    assert execute is not None
+    assert execute.copies
+    driver.preempt_step()
+    assert len(host_of(driver)) == len(execute.copies[0].host_blocks)
+    assert group_of(driver).scheduler.swap.used_block_count == 0
+    driver.run_to_end()

@@ -213,6 +213,15 @@ def test_dispatchers_are_told_of_marks_and_since_when_all_is_kept() -> None:
     assert index_of(driver).marks == []
 
 
+def test_a_lost_group_leaves_no_marks_for_its_streams() -> None:
+    driver = driver_of(block_count=100, max_model_len=400, max_batch_tokens=400)
+    driver.open(2)  # gets no output, and so no marks yet
+    run(driver, tokens(300))
+    assert driver.core._outbox._marks
+    driver.core.handle(w.GroupLost(driver.at_s))
+    assert not driver.core._outbox._marks
+
+
 def test_nothing_is_named_or_told_without_caching() -> None:
     driver = Driver(limits(), 32)
     driver.open(1)
