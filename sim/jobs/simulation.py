@@ -229,17 +229,17 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
             case "watermark":
                 worker = replace(worker, admission_reserve_fraction=_number(setting))
             case "max-num-seqs":
-                worker = replace(worker, max_running_count=int(_number(setting)))
+                worker = replace(worker, max_running_count=_count(setting))
             case "tpot-target-s":
                 worker = replace(worker, tpot_target_s=_number(setting))
             case "max-num-batched-tokens":
-                worker = replace(worker, max_batch_tokens=int(_number(setting)))
+                worker = replace(worker, max_batch_tokens=_count(setting))
             case "block-size":
-                worker = replace(worker, block_tokens=int(_number(setting)))
+                worker = replace(worker, block_tokens=_count(setting))
             case "swap-space":
                 worker = replace(worker, swap_space_bytes=_bytes(setting))
             case "swap-blocks-per-step":
-                worker = replace(worker, swap_blocks_per_step=int(_number(setting)))
+                worker = replace(worker, swap_blocks_per_step=_count(setting, 0))
             case "fallback":
                 swaps = _switch(setting, "swap", "recompute")
                 worker = replace(
@@ -254,7 +254,7 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
             case "migrate-above":
                 rules = replace(rules, migrations=replace(rules.migrations, above_tokens=_number(setting)))
             case "degree":
-                transitions = replace(transitions, pipeline_degree=int(_number(setting)))
+                transitions = replace(transitions, pipeline_degree=_count(setting))
             case "ttft-target-s":
                 planning = replace(transitions.planning, targets=ComparisonTargets(ttft_s=_seconds(setting)))
                 transitions = replace(transitions, planning=planning)
@@ -297,6 +297,13 @@ def _number(setting: str) -> float:
         return float(value)
     except ValueError as error:
         raise ConfigError("policy", f"{name} must be a number, got {value!r}") from error
+
+
+def _count(setting: str, least: int = 1) -> int:
+    number = _number(setting)
+    if not least <= number < math.inf or number != int(number):
+        raise ConfigError("policy", f"{setting}: must be a whole number of at least {least}")
+    return int(number)
 
 
 def _bytes(setting: str) -> int:

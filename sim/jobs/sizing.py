@@ -328,6 +328,7 @@ _queue: "Queue[_Told] | None" = None  # in a search process: queue for reports t
 def _listen(queue: "Queue[_Told]") -> None:
     global _queue
     _queue = queue
+    queue.cancel_join_thread()  # the parent may end the pool without having read all reports
 
 
 def _tell(*told: *_Told) -> None:

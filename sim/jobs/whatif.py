@@ -1,5 +1,6 @@
 """What-if analysis: simulates a trace with one parameter varied."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -77,7 +78,7 @@ def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
         numbers = tuple(float(value) for value in values.split(","))
     except ValueError as error:
         raise ConfigError("--sweep", f"values must be numbers, got {values!r}") from error
-    if any(number <= 0.0 for number in numbers):
+    if not all(0.0 < number < math.inf for number in numbers):
         raise ConfigError("--sweep", f"values must be above 0, got {values!r}")
     return name, numbers
 

@@ -64,7 +64,9 @@ def raised_burst(trace: Trace, window_s: float, factor: float, seed: int) -> Tra
 
 
 def densest_window(requests: Sequence[TraceRequest], window_s: float) -> float:
-    """Start of the window of `window_s` with the most arrivals."""
+    """Start of the window of `window_s` with the most arrivals. Raises ConfigError if there are none."""
+    if not requests:
+        raise ConfigError("trace", "has no request, and therefore no burst; raise the rate")
     arrivals_s = [r.arrival_s for r in requests]
     counts = [bisect_left(arrivals_s, at_s + window_s) - index for index, at_s in enumerate(arrivals_s)]
     return arrivals_s[max(range(len(counts)), key=lambda i: (counts[i], -i))]

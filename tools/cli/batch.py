@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from ballast.client.access import Access
+from ballast.common.arguments import output_file
 from ballast.common.credentials import CA_FILE
 from ballast.common.errors import (
     BallastError,
@@ -41,6 +42,7 @@ _TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 1.0
 _PATIENCE_S: Final = 300.0  # how long to retry while services restart
 _PIECE_BYTES: Final = 1 << 20
+_STDOUT: Final = Path("-")
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
 Json = Mapping[str, Any]  # Any: JSON as received
@@ -66,7 +68,7 @@ def add_parser(commands: Commands) -> None:
     submit.add_argument(
         "--wait", action="store_true", help="show progress until the batch has ended; Ctrl-C does not cancel it"
     )
-    submit.add_argument("--out", type=Path, metavar="FILE", help="with --wait: file for the results")
+    submit.add_argument("--out", type=output_file, metavar="FILE", help="with --wait: file for the results; -: stdout")
 
     listing = actions.add_parser("list", help="list the newest batches")
     listing.set_defaults(run=run_list)
@@ -77,7 +79,9 @@ def add_parser(commands: Commands) -> None:
 
     results = actions.add_parser("results", help="write the results and errors, one JSON object per line")
     results.set_defaults(run=run_results)
-    results.add_argument("--out", type=Path, metavar="FILE", help="output file (default: standard output)")
+    results.add_argument(
+        "--out", type=output_file, default=_STDOUT, metavar="FILE", help="output file (default: stdout)"
+    )
 
     cancel = actions.add_parser("cancel", help="cancel a batch; existing results are kept")
     cancel.set_defaults(run=run_cancel)
@@ -106,8 +110,7 @@ def run_submit(args: argparse.Namespace) -> int:
         batch = _wait(gateway, batch["id"])
     code = _show(batch, args.json, short=not args.wait)
     if args.wait and args.out is not None:
-        with args.out.open("wb") as out:
-            _write_results(gateway, batch, out)
+        _write_results(gateway, batch, args.out)
     return code
 
 
@@ -131,12 +134,11 @@ def run_results(args: argparse.Namespace) -> int:
     batch = gateway.batch(args.id)
     if batch["status"] not in _ENDED:
         raise NotPossible(f"batch {args.id} is {batch['status']}: its results are available once it has ended")
-    if args.out is None:
-        _write_results(gateway, batch, sys.stdout.buffer)
-    else:
-        with args.out.open("wb") as out:
-            _write_results(gateway, batch, out)
-    return 0
+    _write_results(gateway, batch, args.out)
+    if batch["status"] == "completed":
+        return 0
+    print(_line(batch), file=sys.stderr)
+    return 1
 
 
 def run_cancel(args: argparse.Namespace) -> int:
@@ -208,12 +210,13 @@ def _line(batch: Json) -> str:
     return f"{batch['id']}  {batch['status']}  {done} of {counts['total']}{failed}"
 
 
-def _write_results(gateway: "Gateway", batch: Json, out: BinaryIO) -> None:
-    for name in ("output_file_id", "error_file_id"):
-        if batch.get(name):
-            for piece in gateway.download(str(batch[name])):
-                out.write(piece)
-    out.flush()
+def _write_results(gateway: "Gateway", batch: Json, path: Path) -> None:
+    with contextlib.nullcontext(sys.stdout.buffer) if path == _STDOUT else path.open("wb") as out:
+        for name in ("output_file_id", "error_file_id"):
+            if batch.get(name):
+                for piece in gateway.download(str(batch[name])):
+                    out.write(piece)
+        out.flush()
 
 
 def _duration(seconds: float) -> str:

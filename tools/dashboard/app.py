@@ -133,9 +133,10 @@ class Dashboard:
     async def _do(self, request: Request) -> str:
         action, query = request.path_params["action"], request.query_params
         number = query.get("cluster", "0")
-        if not number.isdecimal() or int(number) >= len(self.clusters):
-            raise LookupError(f"no cluster {number}")
-        cluster, kill = self.clusters[int(number)], self._kills[int(number)]
+        known = {str(index): found for index, found in enumerate(zip(self.clusters, self._kills, strict=True))}
+        if number not in known:
+            raise LookupError(f"no cluster {number[:32]}")
+        cluster, kill = known[number]
         match action:
             case "burst" if self.load is not None:
                 return await self.load.burst()

@@ -304,7 +304,7 @@ def _sums(totals: Iterable[Any]) -> dict[str, int]:
 
 def _by_number(name: str) -> tuple[str, int]:
     stem, _, number = name.rpartition("-")
-    return (stem, int(number)) if number.isdigit() else (name, 0)
+    return (stem, int(number)) if number.isdecimal() else (name, 0)
 
 
 def _new_id() -> str:

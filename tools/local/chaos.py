@@ -394,7 +394,7 @@ class Chaos:
         success.
         """
         while True:
-            with contextlib.suppress(BallastError):
+            with contextlib.suppress(BallastError, grpc.aio.AioRpcError):
                 try:
                     epoch = await self._begin_change(drop)
                 except grpc.aio.AioRpcError as error:
@@ -431,8 +431,12 @@ class Chaos:
         while time.monotonic() < give_up_s:
             left = ""
             for address in self._addresses:
-                async with self._client(address) as client:
-                    status = await client.status()
+                try:
+                    async with self._client(address) as client:
+                        status = await client.status()
+                except BallastError as error:
+                    left = str(error)
+                    continue
                 loads = [group.load for group in status.groups if group.load is not None]
                 held = sum(load.used_block_count for load in loads)
                 running = status.running_request_count + sum(load.running_count + load.waiting_count for load in loads)

@@ -26,10 +26,11 @@ def make_secrets(folder: Path) -> None:
     if not (folder / CLUSTER_SECRET).exists():
         write_file(folder / CLUSTER_SECRET, secrets.token_hex(32).encode(), secret=True)
     if not (folder / REDIS_PASSWORD).exists():
-        password = secrets.token_urlsafe(32)
-        users = _USERS.format(user=REDIS_USER, digest=hashlib.sha256(password.encode()).hexdigest())
-        write_file(folder / REDIS_USERS, users.encode())
-        write_file(folder / REDIS_PASSWORD, password.encode(), secret=True)
+        (folder / REDIS_USERS).unlink(missing_ok=True)  # it would have the hash of another password
+        write_file(folder / REDIS_PASSWORD, secrets.token_urlsafe(32).encode(), secret=True)
+    if not (folder / REDIS_USERS).exists():
+        digest = hashlib.sha256((folder / REDIS_PASSWORD).read_bytes().strip()).hexdigest()
+        write_file(folder / REDIS_USERS, _USERS.format(user=REDIS_USER, digest=digest).encode())
 
 
 def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:

@@ -49,6 +49,22 @@ def test_results_that_break_off_are_a_failure(tmp_path: Path, capsys: pytest.Cap
     assert "connection was lost" in capsys.readouterr().err
 
 
+def test_a_file_for_results_that_cannot_be_made_is_refused_before_the_batch_is_awaited(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["batch", "submit", "x.jsonl", "--wait", "--out", str(tmp_path / "none" / "out")])
+
+
+def test_results_of_a_batch_that_did_not_complete_are_written_with_a_status(
+    capsysbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    expired = BATCH.replace(b'"completed",', b'"expired",')
+    with answering(ok(expired), ok(b"{}\n")) as url:
+        assert main(["batch", "results", "b", "--url", url]) == 1
+    said = capsysbinary.readouterr()
+    assert said.out == b"{}\n"
+    assert b"expired" in said.err
+
+
 def test_an_answer_that_breaks_off_or_is_no_json_is_a_failure_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for answer in (ok(BATCH, length=500), ok(b"<html>"), b""):
         with answering(answer) as url:

@@ -75,3 +75,11 @@ def test_emulated_workers_have_the_limits_of_workers_on_the_gpu(tmp_path: Path) 
     flags = stand_in(tmp_path, catalogue_machine("H100-80G", "Llama-2-13B", 4096)).worker_flags
     found = [flags[flags.index(name) + 1] for name in ("--max-num-seqs", "--max-num-batched-tokens")]
     assert found == ["512", "4096"]
+
+
+@pytest.mark.parametrize("burst", [{"burst_scale": 2.0}, {"repeat_burst": {"window_s": 5, "times": 2}}])
+def test_a_burst_needs_requests(burst: dict[str, object]) -> None:
+    content = {"description": "", "model": "Llama-2-13B", "cluster": "1xA100-40G"}
+    arrivals = {"span_s": 25, "rate_per_s": 1e-4}
+    with pytest.raises(ConfigError, match="has no request"):
+        job_of(make_scenario({**content, "arrivals": arrivals, **burst}))

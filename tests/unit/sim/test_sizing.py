@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from ballast.common.errors import ConfigError
 from sim.jobs.scenarios import job_of
 from sim.jobs.simulation import SimJob
-from sim.jobs.sizing import Judge, attempt, bounds_of, fewest, size
+from sim.jobs.sizing import Column, Judge, Progress, _beside_each_other, attempt, bounds_of, fewest, size
 from sim.results import Outcome, RequestRecord
 from sim.scenario import make_scenario
 from tools.bench.slo import Slo
@@ -232,3 +233,22 @@ def test_a_trace_without_requests_is_told() -> None:
     job = replace(burst(), trace=Trace(source="test", format="generated", requests=()))
     with pytest.raises(ConfigError, match="has no request"):
         size(job, GOAL, 8)
+
+
+def talkative(progress: Progress) -> Column:
+    for number in range(20_000):
+        progress("p", 1, number, 0.0)
+    return Column("p", None, ())
+
+
+def test_reports_that_nobody_reads_do_not_hold_up_the_end() -> None:
+    def slow(*_: object) -> None:
+        time.sleep(0.05)
+
+    assert len(_beside_each_other([talkative, talkative], slow, 2)) == 2
+
+
+@pytest.mark.parametrize("knob", ["max-num-seqs=inf", "max-num-seqs=0", "block-size=-3", "max-num-batched-tokens=2.5"])
+def test_a_knob_that_is_no_count_is_named(knob: str) -> None:
+    with pytest.raises(ConfigError, match=f"{knob}: must be a whole number"):
+        attempt(replace(burst(), policies=[f"recompute:{knob}"]), GOAL)

@@ -54,7 +54,14 @@ def test_one_run_serves_for_every_slo() -> None:
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("speed=1", "NAME=VALUE"), ("rate=1,x", "must be numbers"), ("rate=0", "above 0"), ("rate", "NAME=VALUE")],
+    [
+        ("speed=1", "NAME=VALUE"),
+        ("rate=1,x", "must be numbers"),
+        ("rate=0", "above 0"),
+        ("gpus=inf", "above 0"),
+        ("rate=nan", "above 0"),
+        ("rate", "NAME=VALUE"),
+    ],
 )
 def test_a_sweep_that_makes_no_sense_is_told(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
