@@ -187,6 +187,8 @@ class Sampler:
 
     def sample(self, rows: Sequence[SampleRow], logits_RV: torch.Tensor) -> Sampled:
         """Sample one token per row. `logits_RV` is overwritten."""
+        if logits_RV.dtype not in (torch.float32, torch.float64):
+            logits_RV = logits_RV.float()  # required by the kernels; small penalties would be lost by rounding
         if not self._special:
             return Sampled(tuple(self._best(logits_RV)), (None,) * len(rows))
         sequences = [self._sequences[row.sequence_id] for row in rows]

@@ -31,6 +31,7 @@ LIBRARY = Path(os.environ.get("BALLAST_KERNELS_LIBRARY") or Path(__file__).with_
 KERNELS = ("auto", "native", "torch")
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+_SAMPLED_DTYPES = {torch.float32: 0, torch.float64: 1}
 _KV_DTYPES = _DTYPES | {torch.float8_e4m3fn: 3}
 
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -270,7 +271,7 @@ class Kernels:
         chosen = np.empty(rows, np.int64)
         columns = [np.ascontiguousarray(column) for column in parameters]
         call = Sampling(
-            _DTYPES[logits_RV.dtype],
+            _SAMPLED_DTYPES[logits_RV.dtype],
             logits_RV.data_ptr(),
             logits_RV.stride(0),
             rows,
@@ -287,7 +288,7 @@ class Kernels:
         """The `count` best tokens, ties by id; their logits; the best logit; log(sum(exp(x - best))) over all x."""
         indices, values, totals = np.empty(count, np.int64), np.empty(count), np.empty(2)
         self._functions["rank"](
-            _DTYPES[logits_V.dtype],
+            _SAMPLED_DTYPES[logits_V.dtype],
             logits_V.data_ptr(),
             len(logits_V),
             count,

@@ -85,6 +85,21 @@ def test_greedy_takes_the_best() -> None:
     assert once(SamplingParams(temperature=0.0), row).token_ids == (int(row.argmax()),)
 
 
+def test_logits_in_bfloat16_are_sampled_like_wide_ones() -> None:
+    """`transformers` returns logits in the dtype of the model."""
+    logits_RV = torch.full((3, VOCAB), -1.0, dtype=torch.bfloat16)
+    logits_RV[range(3), [5, 7, 9]] = 20.0
+    logits_RV[1, 8] = 20.0
+    made = sampler()
+    for i, bias in enumerate(({}, {8: 0.01}, {})):  # bfloat16 does not distinguish 20.01 from 20
+        sampling = SamplingParams(temperature=0.0, logit_bias=bias, logprobs=1 if i == 2 else None)
+        made.add(NewSequence(i, (1,), (), sampling))
+    sampled = made.sample([SampleRow(i, 1) for i in range(3)], logits_RV)
+    assert sampled.token_ids == (5, 8, 9)
+    assert (found := sampled.logprobs[2]) is not None
+    assert found.logprob == pytest.approx(0.0, abs=1e-6)
+
+
 def test_top_k_keeps_k() -> None:
     row = logits(2)[0] / 10
     assert kept(SamplingParams(top_k=7), row) == most_probable(row, 7)
