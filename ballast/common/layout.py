@@ -6,6 +6,8 @@ from enum import StrEnum
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 
+MAX_REASON_CHARS = 1024
+
 
 class Standing(StrEnum):
     """Whether a live instance takes part in serving."""
@@ -66,6 +68,11 @@ class Layout:
     layer_count: int
     groups: tuple[Group, ...]
     reason: str  # why this layout replaced the previous one: start, join, lost, drain, overload, restore, operator ...
+
+    def __post_init__(self) -> None:
+        """Shorten a reason that names many instances, because readers refuse a layout with a longer one."""
+        if len(self.reason) > MAX_REASON_CHARS:
+            object.__setattr__(self, "reason", f"{self.reason[: MAX_REASON_CHARS - 4]} ...")
 
     def check(self) -> None:
         """Raise InvariantViolation unless each group holds every layer once, in order (I1), each instance is in at most

@@ -6,7 +6,7 @@
 import math
 
 from ballast.common.errors import InvalidRequest
-from ballast.common.layout import Group, Layout, Member, Place
+from ballast.common.layout import MAX_REASON_CHARS, Group, Layout, Member, Place
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
 from ballast.common.sampling import FinishReason, Grammar, GrammarKind, PriorityClass, SamplingParams
@@ -71,7 +71,7 @@ def _check_layout(message: pb.Layout) -> None:
     border.within("layout.layer_count", message.layer_count, 0, border.MAX_LAYERS)
     border.count("layout.groups", message.groups, border.MAX_GROUPS)
     border.distinct("layout.groups", [group.group_id for group in message.groups])
-    border.text("layout.reason", message.reason)
+    border.text("layout.reason", message.reason, MAX_REASON_CHARS)
 
 
 def _check_memory(report: pb.MemoryReport) -> None:

@@ -6,7 +6,10 @@ from typing import Annotated
 import pytest
 
 from ballast.common.errors import InvalidRequest, InvariantViolation
+from ballast.common.ids import Epoch
+from ballast.common.layout import Layout
 from ballast.common.transition import Phase, TransitionKind
+from ballast.rpc import codec
 from ballast.rpc.mapping import EnumMapper, Mapper
 from ballast.rpc.transition import KIND, PHASE
 from ballastpb.cluster.v1 import cluster_pb2 as pb
@@ -102,3 +105,10 @@ def test_enums_go_by_name() -> None:
     assert PHASE.member(999) is Phase.NONE  # from a newer peer
     with pytest.raises(InvariantViolation, match="has no value"):
         EnumMapper(Phase, worker_pb2.DESCRIPTOR.enum_types_by_name["TransitionKind"])
+
+
+def test_a_layout_that_was_made_can_be_read_however_many_instances_its_reason_names() -> None:
+    names = " ".join(f"worker-{i}.some.long.domain" for i in range(500))
+    layout = Layout(Epoch(3), 1, (), f"loss: {names} remained of a group")
+    assert codec.LAYOUT.record(codec.LAYOUT.message(layout)) == layout
+    assert layout.reason.startswith("loss: worker-0.some")
