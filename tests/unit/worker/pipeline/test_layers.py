@@ -192,7 +192,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_peer_whose_layer_cannot_be_read_does_not_wait_for_it(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told so, or if the link takes no message, the link ends."""
+    """The peer is notified, or the link ends if it takes no message."""
 
     class Link(_Sent):
         def send(self, traffic: object, topic: Topic, *, meta: bytes, stream: int) -> None:
