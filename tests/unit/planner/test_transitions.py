@@ -204,36 +204,6 @@ def test_a_failed_link_between_living_members_restores_both(phase: Phase) -> Non
     assert planner.shape == ["w0[0:2]+w1[2:4]"], "past failures do not count"
 
 
-@pytest.mark.parametrize("deposed", [False, True])
-def test_members_of_a_failed_drop_are_not_evicted_again_after_an_unknown_write(deposed: bool) -> None:
-    """The layout without them was stored, but the answer was lost. It is known only from the next read."""
-    planner = Planner()
-    planner.start("w0", "w1")
-    planner.drop("w0", "w1")
-    planner.answer(Phase.PREPARED, "w0", "w1")
-    planner.outcomes = [p.WriteOutcome.WRITTEN, p.WriteOutcome.WRITTEN, p.WriteOutcome.UNAVAILABLE]
-    planner.answer(Phase.FAILED, "w0", "w1", why="link broke")
-    [write] = [c for c in planner.said if isinstance(c, p.WriteLayout)]
-    assert planner.stored is not None
-    planner.stored = replace(planner.stored, layout=write.layout, partial=write.partial)
-    if deposed:  # meanwhile another planner has led, and w0 has a new incarnation
-        planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
-        other = Planner()
-        other.stored, other.token = planner.stored, planner.token + 1
-        other.lives["w0"] = 1
-        other.start("w0")
-        planner.stored, planner.token, planner.lives["w0"] = other.stored, planner.token + 2, 1
-        planner.start("w0")
-        planner.wait(1.0)
-        assert planner.shape == ["w0[0:4]"]
-        return
-    planner.wait(0.6)
-    planner.tell(p.TimerFired(planner.now_s, "c"))
-    planner.go_through("w0", "w1")
-    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
-    assert planner.core.kept_out.why(planner.now_s), "their group broke soon after it was formed"
-
-
 def test_a_survivor_that_cannot_be_restored_is_tried_again_later() -> None:
     planner = Planner()
     planner.start("w0", "w1")

@@ -47,7 +47,7 @@ def test_thousands_of_workers_are_named_partners_at_once() -> None:
     many = [Member(WorkerId(f"w{i}"), Incarnation(1), "", 0, 12, data_address="there") for i in range(3000)]
     large = Layout(Epoch(1), 12, tuple(Group(GroupId(m.worker_id), (m,)) for m in many), "test")
     began_s = time.process_time()
-    partners = dict((m.worker_id, ps) for m, ps in likely_partners(large, 8, {WorkerId("w3")}))
+    partners = {m.worker_id: ps for m, ps in likely_partners(large, 8, {WorkerId("w3")})}
     assert time.process_time() - began_s < 1.0, "the planner's lease is renewed each second by the same thread"
     assert [m.worker_id for m in partners[WorkerId("w5")]] == ["w4", "w6", "w2", "w7", "w1", "w8", "w0", "w9"]
     assert partners[WorkerId("w3")] == ()
