@@ -86,6 +86,7 @@ def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> 
     channel.send(Done(None), _ANSWER_S)
     group = meet(start)
     with start.load_one(device=start.devices[start.rank], peers=group) as engine:
+        group.loading = False
         parameters = engine.memory.parameters
         elsewhere.serve(engine, lanes)
         channel.send(RankReady(engine.block_count, parameters.loaded_checksums, engine.info.revision), _ANSWER_S)
@@ -100,6 +101,8 @@ def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> 
 
 
 def _remap(memory: DeviceMemory, change: Remap) -> Done | MemoryRefused:
+    if change.name != "undo":
+        memory.begin()  # so that only this change is undone, even one that does not begin itself
     try:
         result = getattr(memory, change.name)(*change.arguments, **change.named)
         memory.pool.backend.synchronise()

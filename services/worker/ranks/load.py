@@ -78,6 +78,8 @@ def load_ranked(
         kernels=told.get("kernels", "auto"),
         max_model_len=told.get("max_model_len"),
         peers=Apart(0, count),
+        attention_backend=told.get("attention_backend", "auto"),
+        batch_invariant=told.get("batch_invariant", False),
         kv_cache_dtype=told.get("kv_cache_dtype", "auto"),
         adapted=bool(told.get("lora_modules")),
     )
@@ -99,6 +101,7 @@ def load_ranked(
         engine = _load_first(load_one, devices[0], crew, group)
         undo.callback(engine.close)
         shares = crew.loaded()
+        group.loading = False
         _require_equal(engine, shares)
         mirrors = open_mirrors(engine, [crew.files(rank) for rank in range(1, start.share)])
         if far:

@@ -19,10 +19,11 @@ from torch.distributed import Work
 from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
-from services.worker.engine import implementation, load
+from services.worker.engine import decode_graphs, implementation, load
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.packing import Packer
 from services.worker.engine.peers import Peers
 from services.worker.engine.rehearsal import Largest
 from services.worker.ranks.channel import RankLog, RankLost
@@ -69,6 +70,36 @@ def test_a_device_that_cannot_record_is_reported_with_a_remedy(
     ):
         load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=largest)
     load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=largest, enforce_eager=True).close()
+
+
+@torch.inference_mode()
+def test_a_batch_with_safepoints_does_not_record_its_layers_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_tiny("llama", tmp_path / "model", layers=8, max_len=64)
+    recorded: list[object] = []
+
+    def record(launch: Callable[[], None]) -> Callable[[], None]:
+        recorded.append(launch)
+        return lambda: None
+
+    monkeypatch.setattr(implementation, "own_attention", attention)
+    monkeypatch.setattr(load, "recorder", lambda device: record)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(decode_graphs, "_UNUSED_CALLS", 20)
+    with load_engine(
+        model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=Largest(tokens=8, sequences=1)
+    ) as engine:
+        graphs, recorded_first = engine.runner.graphs, len(recorded)
+        assert graphs is not None
+        packed = Packer(engine.block_tokens).pack([Slice(0, 0, (3,), True)], [(0,)])
+        hidden_TD = engine.model.embed(*[torch.zeros(1, dtype=torch.int64)] * 2)
+        for _ in range(3):
+            done = [graphs.run_layers(hidden_TD, packed, range(layer, layer + 1)) is not None for layer in range(8)]
+            assert done == [True] * 4 + [False] * 4
+        assert len(recorded) == recorded_first + 4
+        found = [graphs.run_layers(hidden_TD, packed, range(4)) for _ in range(20)]  # as a stage after a drop
+        assert found[-1] is not None
+        assert len(recorded) == recorded_first + 5
 
 
 def refusing_share(

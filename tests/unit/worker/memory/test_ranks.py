@@ -16,7 +16,8 @@ import pytest
 from ballast.common.errors import ConfigError
 from services.worker.engine.load import load_engine
 from services.worker.memory.cuda import CudaError
-from services.worker.ranks.channel import Done, RankLog, RankLost, Remap, RemapRefused
+from services.worker.ranks.__main__ import _remap
+from services.worker.ranks.channel import Done, MemoryRefused, RankLog, RankLost, Remap, RemapRefused
 from services.worker.ranks.load import Ranked, load_ranked, open_mirrors
 from services.worker.ranks.memory import RankedMemory
 from tests.support.fake_driver import FakeDriver, load, load_share, open_fake
@@ -143,6 +144,19 @@ def test_all_ranks_release_their_memory_when_parked_and_none_has_any_if_one_cann
         assert [memory.parameters.layer_checksum(layer) for layer in range(LAYERS)] == checksums
     ranked.engine.close()
     ranked.crew.close()
+
+
+def test_a_rank_undoes_the_refused_change_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load_engine(model, device_memory_bytes=8 << 20, dtype="float64") as engine:
+        assert _remap(engine.memory, Remap("empty", (), {})) == Done(None)
+
+        def refuse() -> None:
+            raise CudaError("cuMemRelease", "refused")
+
+        monkeypatch.setattr(engine.memory.pool, "give_up_free", refuse)
+        assert isinstance(_remap(engine.memory, Remap("give_up", (), {})), MemoryRefused)
+        _remap(engine.memory, Remap("undo", (), {}))
+        assert engine.memory.parameters.held_layers == ()
 
 
 def ask(ranked: Ranked, name: str, *arguments: object) -> Any:
