@@ -32,7 +32,7 @@ from services.worker.core.migration_messages import (
 from services.worker.core.spans import KvRange, StageLayers
 from services.worker.policy.departure import Decoding
 
-WORTH_BLOCKS = 2  # with fewer whole blocks left, the last span is sent instead of another copy round
+WORTH_BLOCKS = 2  # with fewer whole blocks left, the last span is sent instead of starting another copy round
 _TAIL_ROUNDS = 8  # maximum rounds for KV computed during earlier rounds; then the sequence stops for the last span
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
 
@@ -53,7 +53,7 @@ class _Departure:
     began_s: float
     progress_s: float
     phase: DeparturePhase = DeparturePhase.OFFERED
-    kv_tokens: int = 0  # its tokens with KV between the last two steps
+    kv_tokens: int = 0  # its tokens with KV when `look` was last called
     takers: tuple[StageLayers, ...] = ()  # the target's stages
     copied_blocks: int = 0  # blocks whose arrival the target has confirmed
     sent_blocks: int = 0  # end of the last span sent, in blocks

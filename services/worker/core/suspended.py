@@ -14,7 +14,7 @@ from services.worker.core.sequence import Sequence, SequenceState
 
 
 class Suspended(dict[SequenceId, Sequence]):
-    """The suspended sequences by id, including those that have ended meanwhile."""
+    """The suspended sequences by id. A sequence that ends while it is suspended stays in the table."""
 
     def __init__(
         self,

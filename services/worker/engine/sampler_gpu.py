@@ -1,4 +1,4 @@
-"""Samples the next tokens on a GPU, with a few launches for all rows and a single wait. The rules are those of
+"""Samples the next tokens on a GPU, with a few launches for all rows and a single wait. The rules are the same as in
 `sampler`; draws differ by rounding only, since sums over a vocabulary have float32 terms here.
 
 Shapes: R rows that sample, V vocabulary, L rows with logprobs, H histories of penalised sequences.

@@ -109,7 +109,7 @@ class Background(Protocol):
 
     def fill(self, layer: int) -> Future[bool]:
         """Load a layer's parameters from the copy in this host's memory (True: they are known to be correct), or else
-        from the checkpoint (False). The layer must not be executed meanwhile.
+        from the checkpoint (False). The layer must not be executed while it is read.
         """
         ...
 

@@ -116,8 +116,8 @@ class LayerServer:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """Notify a peer that it does not get a layer, so that it requests the layer elsewhere. If that is impossible,
-        the link ends, which the peer notices.
+        """Notify a peer that it does not get a layer, so that it requests the layer elsewhere. If the message cannot be
+        sent, the link ends, which the peer notices.
         """
         try:
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)

@@ -1,8 +1,8 @@
 """Forms the next microbatch of a pipeline. As many microbatches as stages, or one more, are in flight and have similar
 cost.
 
-A policy sees all running sequences and picks from those that are ready. The policy in this module balances token
-counts, like other engines; `policy.lookahead` balances costs.
+A policy sees all running sequences and picks from the ready ones. The policy in this module balances token counts, like
+other engines; `policy.lookahead` balances costs.
 """
 
 import sys
