@@ -168,7 +168,7 @@ class HandOverNow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Outcome of a migration from its source's view."""
+    """Outcome of a migration, as its source sees it."""
 
     migration_id: MigrationId
     sequence_id: SequenceId

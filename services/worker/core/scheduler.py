@@ -304,7 +304,7 @@ class Scheduler(GroupCounts):
             self.prefixes.fit(0 if waits else self.free_block_count - wanted_block_count)
 
     def forget_prefixes(self) -> None:
-        """Drop all prefix numbers, which the stages do independently; see `PrefixIndex.forget_all`."""
+        """Drop all prefix numbers. The stages drop theirs independently; see `PrefixIndex.forget_all`."""
         self.reserved_block_count += self.prefixes.forget_all(self.running)
 
     def stranded(self) -> list[Sequence]:

@@ -90,8 +90,8 @@ class Suspended(dict[SequenceId, Sequence]):
         self.arrived.discard(sequence.sequence_id)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Remove a sequence with its reservation. It needs its blocks no longer, and no write into them is under
-        way.
+        """Remove a sequence with its reservation. It no longer needs its blocks, and no write into
+        them is under way.
         """
         self.leave(sequence)
         self._unreserve(sequence)

@@ -15,7 +15,7 @@ from services.worker.links.pace import StagePace
 from services.worker.links.ports import ChannelBroken, ConnectionFacts
 from services.worker.links.rendezvous import Meeting, Rendezvous, call
 
-_WARMING_THREADS = 16  # so many that threads waiting for absent peers do not block others
+_WARMING_THREADS = 16  # enough that threads waiting for absent peers do not block others
 _CLOSE_TIMEOUT_S = 4.0
 
 

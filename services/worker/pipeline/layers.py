@@ -1,8 +1,8 @@
 """Loads missing layers while the group serves: from host memory, peers or the checkpoint, verified by checksum.
 
-The KV cache has been shrunk before. A few layers at a time are requested at the lowest priority. A layer with a wrong
-checksum is requested again from the next source. Only the engine thread uses this module, except for checksums and disk
-reads, which have their own threads.
+The KV cache is shrunk first. A few layers at a time are requested at the lowest priority. A layer with a wrong checksum
+is requested again from the next source. Only the engine thread uses this module, except for checksums and disk reads,
+which have their own threads.
 """
 
 from __future__ import annotations

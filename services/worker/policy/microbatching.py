@@ -55,8 +55,8 @@ def _by_token_count(view: PipelineView) -> Share:
     """Give each microbatch an equal share of the tokens, so that a sequence waits at most one round of the pipeline.
 
     A sequence is in one microbatch at a time, so prompts are spread as well: a microbatch with a chunk of each would
-    leave no prompt for the next one. A single prompt is split at most into one chunk per stage of a full batch, because
-    its chunks cannot overlap.
+    leave no prompt for the next one. A single prompt gets chunks of at least a full batch's tokens divided by the
+    number of stages, because its chunks cannot overlap.
     """
     stages = view.stage_count
     decode_count = prefill_count = prefill_tokens = 0

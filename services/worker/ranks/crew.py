@@ -1,4 +1,4 @@
-"""The other ranks, from the view of rank 0: processes on this host and on others. All end when rank 0 does."""
+"""The other ranks, as rank 0 sees them: processes on this host and on others. All end when rank 0 does."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class Ranked:
 def load_ranked(
     load_one: functools.partial[Engine], devices: Sequence[str], log: RankLog, nodes: Nodes | None = None
 ) -> Ranked:
-    """Load one rank on each of the devices, which are of one kind; for CPUs their number is the number of ranks.
-    `load_one`: `load_engine` with the common arguments; memory sizes are per rank. `nodes`: the hosts, if there are
-    several. Each has its own model folder and devices; `devices` are those of this host.
+    """Load one rank on each of the devices, which are all GPUs or all CPUs; CPUs are listed once per rank. `load_one`:
+    `load_engine` with the common arguments; memory sizes are per rank. `nodes`: the hosts, if there are several. Each
+    has its own model folder and devices; `devices` are those of this host.
 
     Raises:
         ConfigError: as for `load_engine`; or heads or MLP are not divisible by the number of ranks.
