@@ -96,7 +96,7 @@ class GroupCounts:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Tokens of running online prompts that are in no batch yet, in full."""
+        """Number of all tokens of running online prompts that are in no batch yet."""
         return sum([count for count in self._left_tokens if count > 1])
 
     @property

@@ -145,7 +145,7 @@ class GroupScheduler:
         return {s.sequence_id: s.computed_tokens for s in self._with_kv}
 
     def shared_blocks(self, sequences: Iterable[Sequence]) -> dict[SequenceId, Table]:
-        """The leading blocks of each of these sequences on this stage that other sequences share."""
+        """For each of `sequences`, its leading blocks on this stage that other sequences share."""
         return self.book.shared({s.sequence_id: s.computed_tokens for s in sequences if s.computed_tokens})
 
     def victims(self, sequences: Iterable[Sequence], me: WorkerId) -> tuple[Victim, ...]:

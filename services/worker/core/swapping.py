@@ -276,7 +276,7 @@ class SwapSpace:
         return bool(self.entries[sequence.sequence_id].keys)
 
     def keep(self, orders: SwapOrders, index: PrefixIndex) -> SwapOrders:
-        """Add copies of retained blocks to a computing step, as many as it hides."""
+        """Add copies of retained blocks to a step that computes, as many as overlap with it."""
         budget = self.budget_blocks - orders.block_count
         room = self._limit - self._host.used_count + self.prefixes.removable_count
         if room <= 0:

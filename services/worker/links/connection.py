@@ -311,8 +311,8 @@ class Connection(ABC):
             self._receiver.on_link_end(link, ending)
 
     def _take_links(self) -> list[Link]:
-        """Detach the links of this connection, which ends. Returns those whose receivers must be notified. Called with
-        the lock held.
+        """Detach the links of this connection because it ends. Returns the links whose receivers must be notified.
+        Called with the lock held.
         """
         shared = [link for _, link in sorted(self._links.items()) if link.met]
         for link in self._links.values():

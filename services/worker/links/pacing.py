@@ -26,7 +26,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """No chunk may be sent before `until_s`, unless urgent traffic has been sent earlier."""
+    """No chunk may be sent before `until_s`, unless all urgent traffic has been sent before that."""
 
     until_s: float
 

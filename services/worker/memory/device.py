@@ -181,7 +181,7 @@ class DeviceMemory:
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         """Shrink the KV to `block_count` blocks and map the parameters of these layers, so that they can be loaded.
 
-        Used blocks beyond must have been copied down. Returns the number of blocks.
+        Used higher blocks must have been copied down. Returns the number of blocks.
         """
         self.pool.backend.synchronise()
         self.kv.window.keep(block_count)

@@ -266,8 +266,8 @@ class LayerPull:
         self.go_on()
 
     def peer_lost(self, peer: WorkerId) -> None:
-        """Request the layers that were requested from a lost peer from other sources. Transfers that have begun end
-        with the link.
+        """Request from other sources the layers that a lost peer was to send. Transfers that have begun end with the
+        link.
         """
         for layer, source in list(self._under_way.items()):
             if source == peer and self._hub.places.forget(layer_key(self.epoch, layer, peer)):
@@ -351,8 +351,8 @@ class LayerLoading:
         progress: TransitionProgress,
         block_count: int,
     ) -> None:
-        """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. Blocks
-        beyond must neither be held nor reserved later.
+        """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. No higher
+        block may be held or reserved from now on.
         """
         began_s = self._now()
         self.shrink(block_count)

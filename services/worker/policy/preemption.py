@@ -64,8 +64,9 @@ def _newest(candidates: Sequence[VictimView]) -> int:
 
 
 def claimed(candidates: Sequence[VictimView], caller: int, rank: int, need_block_count: int) -> list[int]:
-    """Return the indices of the sequences to preempt for a waiting one, in order. They have no higher class and are of
-    the heaviest caller, while that caller outweighs the waiting sequence's caller including its need.
+    """Return the indices of the sequences to preempt for a waiting one, in order. They have no higher class and belong
+    to the caller that holds most, as long as it would still outweigh the waiting sequence's caller, whose need counts
+    as held.
     """
     held = held_by_caller(candidates)
     if not held or (heaviest := _heaviest(held)) == caller:
