@@ -54,7 +54,7 @@ class GroupCounts:
         self.lent_block_count = 0
         self.expected_block_count = 0  # blocks reserved for sequences that are being migrated here
         self.expected_count = 0  # number of sequences that are being migrated here
-        self.ceiling_block_count = block_count  # number of blocks now or, during a transition, after it
+        self.ceiling_block_count = block_count  # number of blocks, or a larger one that may be available again soon
         self.admission_limit: int | None = None  # no sequence is admitted while more blocks are in use; None: no limit
         self.target = policies.target  # limits admissions by the time per output token
         self.stage_count = 1
@@ -194,7 +194,7 @@ class GroupCounts:
 
     @property
     def ceiling_tokens(self) -> int:
-        """Maximum tokens of a sequence that fits into the cache, now or after the transition in progress."""
+        """Maximum tokens of a sequence that fits into `ceiling_block_count` blocks."""
         return self.ceiling_block_count * self.block_tokens
 
     @property

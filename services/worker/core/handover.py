@@ -156,8 +156,8 @@ class Handovers:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
 
     def kept(self, request_id: RequestId) -> Sequence | None:
-        """The sequence that stands for the request's KV at another leader, or for the notice that there is none; None
-        if neither has been announced.
+        """The sequence that another leader has handed over for this request, with or without KV; None if there is none
+        yet.
         """
         return self._request_table.kept.get(request_id)
 

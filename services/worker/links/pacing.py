@@ -87,7 +87,7 @@ class BulkSchedule:
         self._hold_s = hold_s
         self._patience_chunks = patience_chunks
         self._entries: dict[int, _BulkEntry] = {}
-        self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes sent since it waits
+        self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes since its last one
         self._holding_since_s: float | None = None
 
     def __len__(self) -> int:
