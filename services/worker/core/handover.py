@@ -67,7 +67,7 @@ class Handovers:
                 group_scheduler.batches_in_flight.forget(sequence)
         if isinstance(event.to, str):
             for kept in table.kept.sequences:
-                self.free(group_scheduler, kept, at_s, "its group goes on elsewhere")
+                self.free(group_scheduler, kept, at_s, "its group continues elsewhere")
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
@@ -90,7 +90,7 @@ class Handovers:
         if not event.in_order and any(snapshot.computed_tokens for snapshot in event.snapshots):
             group_scheduler.batches_in_flight.require_none("sequences are adopted")
         if not group_scheduler.leads:
-            raise InvariantViolation("a follower is handed sequences over")
+            raise InvariantViolation("sequences are handed over to a follower")
         for snapshot in event.snapshots:
             self._adopt(group_scheduler, snapshot, event)
         group_scheduler.make_room(event.at_s)

@@ -60,7 +60,7 @@ class PromptLogprobs:
     def _take(self, prompt: _Prompt, part: Slice, hidden_CD: torch.Tensor) -> None:
         first = part.first_position + 1  # position predicted by the first row
         if first > len(prompt.known):
-            raise InvariantViolation(f"a prompt with {len(prompt.known)} logprobs goes on at {first}")
+            raise InvariantViolation(f"a prompt with {len(prompt.known)} logprobs continues at {first}")
         del prompt.known[first:]
         predicted = prompt.token_ids[first : first + len(part.token_ids)]
         for at in range(0, len(predicted), _ROWS_AT_ONCE):

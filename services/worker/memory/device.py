@@ -276,7 +276,7 @@ class DeviceMemory:
 
     def _require_leaving(self) -> KvWindow:
         if self.leaving is None:
-            raise InvariantViolation("there is no leaving window")
+            raise InvariantViolation("there is no draining window")
         return self.leaving
 
     def parameter_bytes_of(self, layers: Sequence[int]) -> int:

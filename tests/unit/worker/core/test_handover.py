@@ -72,7 +72,7 @@ def test_a_follower_refuses_new_requests_and_adopts_none() -> None:
     ending = leader.heard(leader.submit("new"))[2]
     assert ending is not None
     assert ending.refused
-    with pytest.raises(InvariantViolation, match="a follower is handed sequences over"):
+    with pytest.raises(InvariantViolation, match="sequences are handed over to a follower"):
         leader.core.handle(w.Adopted(leader.at_s, snapshots))
 
 

@@ -199,7 +199,7 @@ def test_a_window_is_opened_when_all_is_there_for_it() -> None:
         with pytest.raises(InvariantViolation, match="at least 4 extents is opened, 1 are free"):
             memory.open_window()
         for act in (memory.close_leaving, lambda: memory.shrink_leaving(0), lambda: memory.move_leaving([])):
-            with pytest.raises(InvariantViolation, match="no leaving window"):
+            with pytest.raises(InvariantViolation, match="no draining window"):
                 act()
         memory.drop_layers([3])
         with pytest.raises(InvariantViolation, match=r"only layers \(0, 1, 2\) are held"):
