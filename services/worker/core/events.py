@@ -252,8 +252,8 @@ class RoomWanted:
 
 @dataclass(frozen=True, slots=True)
 class OfflinePaused:
-    """The group is about to change: preempt its offline sequences, those in flight when their batch completes. None is
-    admitted while `paused`.
+    """The group is about to change: preempt its offline sequences; sequences in flight are preempted when their batch
+    completes. None is admitted while `paused`.
     """
 
     at_s: float

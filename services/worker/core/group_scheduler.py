@@ -76,7 +76,7 @@ class GroupScheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a batch may be requested. With others in flight, `form` may still return None."""
+        """True if a batch may be requested. While other batches are in flight, `form` may still return None."""
         scheduler, batches_in_flight = self.scheduler, self.batches_in_flight
         count, completed_step_id = len(batches_in_flight), batches_in_flight.completed_step_id
         if self.stopped or count >= scheduler.max_in_flight_count:

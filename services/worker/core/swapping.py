@@ -119,7 +119,7 @@ class SwapSpace:
 
     @property
     def leaving_block_count(self) -> int:
-        """Device blocks of sequences being swapped out, which will soon be free."""
+        """Number of device blocks of sequences being swapped out, which will soon be free."""
         return sum(s.reserved_block_count for s in self._in(SwapPhase.LEAVING))
 
     @property

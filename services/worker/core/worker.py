@@ -277,7 +277,7 @@ class WorkerCore:
 
     @property
     def has_work(self) -> bool:
-        """True if a batch may be requested. With others in flight, there may still be none to run."""
+        """True if a batch may be requested. While other batches are in flight, there may still be none to run."""
         return True in [each.has_work for each in self._group_schedulers]  # a generator would take longer
 
     @property

@@ -57,7 +57,9 @@ def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int)
 
 
 class TokenTarget:
-    """The worker's default target for sequences. `cost` returns the current model of all layers; None: no limit."""
+    """Decides how many sequences may run within the worker's default target for the time per output token. `cost`
+    returns the current model of all layers; None: no limit.
+    """
 
     def __init__(self, target_s: float, cost: Callable[[], CostModel | None]) -> None:
         """Raises ConfigError unless `target_s` is positive."""
