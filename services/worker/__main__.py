@@ -106,9 +106,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
     """
     if settings.engine == "emulated":
         if settings.tensor_parallel_size > 1:
-            raise ConfigError(
-                "worker.tensor_parallel_size", "not with an emulated engine, whose speed its profile determines"
-            )
+            raise ConfigError("worker.tensor_parallel_size", "not with an emulated engine: its profile sets its speed")
         return _emulated(settings)
     from services.worker.engine.load import load_engine  # imports torch, which is slow to load
     from services.worker.engine.rehearsal import Largest
