@@ -360,7 +360,7 @@ class Members:
 
 def _bound_figures(status: Status) -> None:
     """Clamp the numbers, which are summed for metrics, instead of rejecting the answer, because a transition waits for
-    its phase.
+    the reported phase.
     """
     status.why = status.why[:_MAX_WHY_CHARS]
     for field in fields(Status):

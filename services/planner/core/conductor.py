@@ -195,12 +195,12 @@ class Conductor:
 
     @property
     def _must_end(self) -> bool:
-        """True for a restore that a draining member waits for, which rising demand does not abort."""
+        """True for a restore that a draining member waits for. Rising demand does not abort such a restore."""
         return self.record is not None and self.record.by == "drain"
 
     @property
     def _reduces_memory(self) -> bool:
-        """True for a restore that reduces KV memory. A restore of stranded survivors adds some."""
+        """True for a restore that reduces KV memory. A restore of stranded survivors adds KV memory instead."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return False
         journal = self.coordinator.journal
@@ -335,7 +335,9 @@ class Conductor:
         return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
-        """Park or wake instances if the evaluation says so. Empty: nothing changes."""
+        """Evaluate how many instances should serve, and park or wake instances accordingly. Returns no commands if
+        nothing changes.
+        """
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
         may_shrink = isinstance(self._change, SizeRequest)
         away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
@@ -517,7 +519,7 @@ class Conductor:
         record.journal, record.lost = journal, step.lost
         record.reached_at_s.setdefault(journal.stage, at_s)
         self.history.append(record)
-        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # an overload waits for this
+        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # evaluate a pending overload now
             self._again_at_s = at_s
         given_up = tuple(sorted(self.coordinator.given_up))
         self.coordinator = self.record = None
@@ -568,7 +570,7 @@ class Conductor:
     def stand_by(self) -> list[p.Command]:
         waiting = [request_id for request_id, request in self._requests.items() if request.epoch is None]
         self._give_up()
-        self.__post_init__()  # without stale evaluations; what was learned is stored
+        self.__post_init__()  # drops pending evaluations; learned data is stored
         for request_id in waiting:
             del self._requests[request_id]
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]

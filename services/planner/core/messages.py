@@ -88,7 +88,7 @@ class WriteSettled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """There is a new connection to the monitor, which reports all instances. Then SnapshotEnded follows."""
+    """A new connection to the monitor is open. The monitor reports all instances on it, followed by SnapshotEnded."""
 
     at_s: float
     cause_id: str
@@ -386,7 +386,7 @@ class TransitionMoved:
 
 @dataclass(frozen=True, slots=True)
 class NothingDone:
-    """A change that no operator requested was rejected, or frees less than is needed."""
+    """A change requested by the planner itself was rejected, or frees less than is needed."""
 
     what: str
     why: str

@@ -24,11 +24,11 @@ from services.planner.policy.snapshot import (
 )
 
 Loads = Mapping[WorkerId, LoadReport]
-_Classes = Mapping[tuple[int, int], tuple[int, int]]  # (budget, extent size) -> those of its class
+_Classes = Mapping[tuple[int, int], tuple[int, int]]  # (budget, extent size) -> the values of its memory class
 _MARGIN = 1.1  # factor on the demand for which memory is freed
 _LIKE_SPEED = 1.1  # speeds are rounded to powers of this
 _MOST_SLOWNESS = 1000.0
-_ALIKE = 1.02  # memories that differ by less are of one class, since each class increases the search
+_ALIKE = 1.02  # memories that differ by a smaller factor form one class, because each class enlarges the search
 
 
 class NoSurvey(Exception):
@@ -56,7 +56,7 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
 
 class Survey(NamedTuple):
     snapshot: Snapshot
-    led: list[LoadReport]  # reports of the leaders of the snapshot's groups
+    led: list[LoadReport]  # reports of the snapshot's group leaders
 
 
 def survey(

@@ -74,7 +74,7 @@ class PlannerTick:
 
 @dataclass(frozen=True, slots=True)
 class AbortWanted:
-    """A request with precedence. Before the decision, the transition is aborted. After it, draining groups are ended
+    """A request with precedence. An undecided transition is aborted; after the decision, draining groups are ended
     early.
     """
 

@@ -77,7 +77,7 @@ class Pool:
         return len(self.order)
 
     def between(self, first: int, last: int) -> _Sums:
-        """Sums over the groups [first, last) by load."""
+        """Sums over the groups [first, last) in order of load."""
         return _Sums(*[column[last] - column[first] for column in self._sums])
 
     def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> GroupKind:
@@ -230,7 +230,7 @@ class Candidate:
 
 NOTHING = Candidate("nothing")
 _SPLITS = dict(zip(TOWARD_MEMORY, ("", ", half by memory", ", by memory"), strict=True))
-_GAINS = 1.05  # longer stages must add KV by at least this factor
+_GAINS = 1.05  # minimum factor by which a split with longer stages must increase the KV capacity
 
 
 class _Worth(NamedTuple):
@@ -266,7 +266,7 @@ class Candidates:
         return list(found.values())
 
     def _splits(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with balanced stages, the one with most memory, and those in between, if they have more
+        """Yield splits of the candidate: with balanced stages, with the most memory, and in between, if they have more
         KV than now and differ enough.
         """
         unlike = any(len(share.pool.columns.members) > 1 for part in candidate.parts for share in part.shares)

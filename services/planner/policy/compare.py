@@ -50,7 +50,7 @@ _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
 _PRICED = 2.0  # to save costs, an instance is parked if the others keep latencies within this multiple of the targets
 _MOST_GAIN = 50.0  # maximum logarithm of a reported gain
 _DISSOLVED_WITHIN_S = (
-    60.0  # maximum predicted drain time of a restore, after which the planner gives up a member without progress
+    60.0  # maximum predicted drain time of a restore, after which the planner counts a member without progress as lost
 )
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # pseudo-answers, so that the first one does not determine the mean
 
@@ -247,8 +247,9 @@ class _Evaluator:
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
 
     def expect(self, found: Evaluation, kinds: Sequence[GroupKind], traffic: Traffic) -> Evaluation:
-        """Replace the prediction; if bursts are known, by one for a burst as long and as high as earlier ones. The
-        choice does not use it, because it must also be right for longer and shorter bursts.
+        """Replace the prediction. If burst statistics are known, the new prediction assumes a burst as long and as high
+        as earlier ones. The choice of a candidate does not use it, because it must also be right for longer and shorter
+        bursts.
         """
         future = self._futures[_MIDDLE]
         if traffic.burst_s:

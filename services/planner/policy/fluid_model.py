@@ -378,7 +378,7 @@ def _lost(waits: Mapping[float, float], limit_s: float) -> float:
 
 
 def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:
-    """Admit as many requests as fit, evenly over instances like routing. Returns their number."""
+    """Admit as many requests as fit, distributed evenly over instances as routing does. Returns their number."""
     if len(flows) == 1:
         let = min(flows[0].room(until_s, mean_tokens), count)
         flows[0].let_in(let, mean_tokens)
@@ -406,8 +406,8 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
 def _waits(
     came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float = 0.0
 ) -> dict[float, float]:
-    """Return the number of requests by wait (seconds), which lasts until the curve of first tokens reaches their
-    arrival.
+    """Return the number of requests by wait in seconds. A request waits until the curve of first tokens reaches its
+    position in the curve of arrivals.
 
     Args:
         ready_s: Time at which the last first token of each step was ready; 0 if it had none.

@@ -14,7 +14,7 @@ _USED_UP = 0.25  # a request is given away when less than this fraction of the r
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """Content of one instance."""
+    """The requests of one instance."""
 
     number: int
     amounts: tuple[int, ...]  # amounts of its requests
@@ -27,7 +27,7 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeanMove:
-    amount: int  # amount of the request, which may be any of that size
+    amount: int  # amount of the request; if several have this amount, any of them
     source: int
     target: int
 

@@ -131,7 +131,7 @@ class Jumps:
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[GroupKind]:
-    """Return the group kinds with `added` more instances of the reserve, leaving ones first, or (-1) with one less. A
+    """Return the group kinds with `added` more instances of the reserve, leaving ones first, or (-1) with one fewer. A
     leaving instance has no room and completes its requests. A waking one has room and starts later.
 
     Args:
@@ -160,7 +160,7 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
 
 
 def _one_less(found: Sequence[GroupKind], home: float, places: int) -> list[GroupKind]:
-    """Return the kinds with one instance less of the lone kind with most instances. If it was the only one, its
+    """Return the kinds with one fewer instance of the lone kind that has most instances. If it was the only one, its
     requests move to the next kind.
     """
     alone = sorted((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
