@@ -58,13 +58,13 @@ class Patience:
         self._vain_count = 0
 
     def begin(self) -> None:
-        """Start the time limit, as the request's dispatcher was lost."""
+        """Start the time limit, because the request's dispatcher was lost."""
         self._vain_count += 1
         self._until_s = time.monotonic() + self._within_s
         self._pause_s = _FIRST_PAUSE_S
 
     def restore(self) -> None:
-        """Reset the count of lost dispatchers, as a token was received."""
+        """Reset the count of lost dispatchers, because a token was received."""
         self._vain_count = 0
 
     async def wait(self, why: BallastError, cut: Unavailable) -> None:

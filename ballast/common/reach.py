@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass
 from ballast.common.errors import InvariantViolation
 
 _MOST = 1 << 40
-MARGIN = 1.05  # a group for a long request gets this times the KV that it and the running requests need
+MARGIN = 1.05  # a group for a long request has this multiple of the KV that the long and the running requests need
 
 
 @dataclass(frozen=True, slots=True)

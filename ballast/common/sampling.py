@@ -32,7 +32,9 @@ class FinishReason(StrEnum):
 
 
 class PriorityClass(StrEnum):
-    """Priority classes, most urgent first. They are names, as serving systems disagree about which number is urgent."""
+    """Priority classes, most urgent first. They are names, because serving systems disagree about which number is
+    urgent.
+    """
 
     INTERACTIVE = "interactive"
     DEFAULT = "default"
@@ -115,7 +117,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # number of alternatives to the chosen token; None: no logprobs at all
-    prompt_logprobs: int | None = None  # the same for prompt tokens; returned with those of the first token
+    prompt_logprobs: int | None = None  # alternatives for each prompt token; returned with the first output token
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
     grammar: Grammar | None = None  # constraint on the answer's text; None: no constraint
     adapter: str = ""  # name of the LoRA adapter; empty: the base model

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from ballast.common.cost import Chunk, CostModel
 
 _LEAST_STEP_S, _MOST_STEP_S = 1e-6, 60.0  # believable durations of a one-token step, on any machine
-_NUMBERS, _OLD_NUMBERS = 14, 11  # numeric fields; those that a version without bursts wrote
+_NUMBERS, _OLD_NUMBERS = 14, 11  # numeric fields now, and in versions without bursts
 _MOST = 1 << 50  # largest valid number: thousands of them add up to less than an int64
 RECENT_S, MINUTE_S, WINDOW_S = 10.0, 60.0, 300.0
 # Upper bounds of the histogram of TTFTs: 20 ms to 8 minutes, each 25 % above the previous one.
@@ -190,7 +190,7 @@ class Served:
 
 
 def served_between(before: Traffic, after: Traffic) -> Served | None:
-    """The difference between two reads; None if a counter has decreased, as a dispatcher was lost."""
+    """The difference between two reads; None if a counter has decreased because a dispatcher was lost."""
     pairs = list(zip_longest(before.first_counts, after.first_counts, fillvalue=0))
     counts = [later - earlier for earlier, later in pairs]
     tokens, took_s = after.later_count - before.later_count, after.later_s - before.later_s

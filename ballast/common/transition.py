@@ -46,9 +46,9 @@ class Status:
     prepare_s: float = 0.0
     layers_s: float = 0.0  # in a restore: from its start on this member until all layers are loaded
     remap_s: float = 0.0
-    boundary_wait_s: float = 0.0  # from Commit until the new layout is in force
+    boundary_wait_s: float = 0.0  # time from Commit until the new layout is in force
     exchange_s: float = 0.0
     max_stall_s: float = 0.0  # longest wait of a moved sequence for its KV
     p99_stall_s: float = 0.0
-    repulled_layers: int = 0  # layers loaded again, as they had arrived with a wrong checksum
-    waves: int = 0  # rounds in which the victims' KV was sent, each limited by the memory that the previous one freed
+    repulled_layers: int = 0  # layers loaded again because their checksum was wrong
+    waves: int = 0  # rounds of sending the victims' KV, each limited by the memory that the previous one freed

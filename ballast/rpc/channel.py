@@ -133,8 +133,8 @@ def bearing(channel: grpc.aio.Channel, token: str | None) -> grpc.aio.Channel:
 
 
 async def is_refused(address: str, timeout_s: float = 1.0) -> bool:
-    """True if connections to host:port are refused, as nothing listens there; False if there is no answer in time or
-    the connection succeeds.
+    """True if connections to host:port are refused because no process listens there; False if there is no answer in
+    time or the connection succeeds.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -92,7 +92,9 @@ class Grammars:
         return matcher
 
     def _try(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """Advance the matcher by a few tokens, as some failures appear only then. Raises InvalidRequest if it fails."""
+        """Advance the matcher by a few tokens, because some failures appear only then. Raises InvalidRequest if it
+        fails.
+        """
         for count in range(_TRIED_TOKENS):
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             if (why := matcher_failure(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):

@@ -17,8 +17,8 @@ _CONFIRMED_SKIPS = 4  # maximum lookups skipped in a row; the next one detects a
 
 
 class Floor:
-    """Lower bound of lease tokens. A state server that restarts empty and with an earlier clock would issue lower
-    tokens than before, and all services would refuse a leader with such a token.
+    """Lower bound of lease tokens. A state server that restarts empty and with an earlier clock would otherwise issue
+    lower tokens than before, and all services would refuse a leader with such a token.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Leadership:
 class LeaderAddress:
     """The address of a lease's holder, updated while `follow` runs.
 
-    The last address is kept while the state server is unreachable or there is no holder. A fixed address is never
+    The last address remains valid while the state server is unreachable or there is no holder. A fixed address is never
     looked up.
     """
 

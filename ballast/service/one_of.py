@@ -20,7 +20,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 def narrowed(text: str) -> str:
     """The schema with overlapping `oneOf`s narrowed; unchanged if there are none or if the text is not JSON.
 
-    Schemas with `not` or `if` are unchanged, as narrowing a condition would allow more elsewhere.
+    Schemas with `not` or `if` are unchanged, because narrowing a condition would allow more elsewhere.
     """
     if '"oneOf"' not in text or '"not"' in text or '"if"' in text:
         return text

@@ -1,4 +1,4 @@
-"""Validates grammars in subprocesses. One that compiles for too long is killed without delaying others.
+"""Validates grammars in subprocesses. A subprocess that compiles for too long is killed without delaying others.
 
 Each caller can validate one grammar at a time, so that a caller with many large ones delays only itself. Results are
 cached. Subprocesses are started on demand and end with this process, because their input closes.

@@ -124,7 +124,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         except asyncio.CancelledError:
             if service.stream is None or not service.stream.given_up:
                 raise
-            # gRPC sends no status for a cancelled call, without which a reading client would wait forever.
+            # gRPC sends no status for a cancelled call, but without a status a reading client would wait forever.
             raise Cancelled(service.stream.given_up) from None
         finally:
             self._close(service)
@@ -538,7 +538,7 @@ def targets_of(context: Context) -> Targets:
     """Return the latency targets from the headers of a call; infinity for a missing one.
 
     Raises:
-        InvalidRequest: a header is no positive number of seconds.
+        InvalidRequest: a header is not a positive number of seconds.
     """
     headers = {key: str(value) for key, value in context.invocation_metadata() or () if key in TARGET_HEADERS}
     found: list[float] = []

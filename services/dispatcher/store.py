@@ -14,9 +14,9 @@ Keys, all under `ballast:`
                             (ballast.common.traffic); the monitor ignores an entry whose serial has stopped changing
                             (services.monitor.store)
   request:<request id>      "<attempt> <hash of the secret, or -> <dispatcher id>/<incarnation>/<serial>", expires: the
-                            claim of the dispatcher that serves a request whose id the client chose; who has the secret
-                            may resume it elsewhere. At most 350 bytes, one for each such request. After a cancel:
-                            "cancelled <hash of the secret>", and no dispatcher resumes it
+                            claim of the dispatcher that serves a request whose id the client chose; a client with the
+                            secret may resume it elsewhere. At most 350 bytes, one for each such request. After a
+                            cancel: "cancelled <hash of the secret>", and no dispatcher resumes it
 """
 
 import asyncio

@@ -270,8 +270,8 @@ class Door:
         return _Asgi(serve)
 
     def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
-        """Return the reference to this call's span, in the client's trace or a new one; None if the call is not
-        traced.
+        """Return the reference to this call's span, which is in the client's trace or a new one; None if the call is
+        not traced.
         """
         if self._exporter is None or kind not in _TRACED:
             return None

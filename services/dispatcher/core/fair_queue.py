@@ -101,7 +101,7 @@ class FairQueue:
             return
         caller = tracked.request.caller
         begins = self._begins(caller)
-        if tracked.attempt:  # it was on a worker before and returns
+        if tracked.attempt:  # a replayed request was already charged for its tokens
             begins -= tracked.token_count
         if caller not in self._queues:
             self._queues[caller] = []

@@ -82,7 +82,7 @@ class Chronicle:
         self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
-        """Add the reason to the history of an accepted request that has to wait."""
+        """Record in the history why an accepted request has to wait."""
         tracked = self._core.requests.get(request_id)
         if tracked is not None and tracked.worker is None and not tracked.moving:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))

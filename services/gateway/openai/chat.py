@@ -244,7 +244,9 @@ def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
 
 
 def _reasoning(text: str) -> dict[str, object]:
-    """Return a thought under both names that clients read, DeepSeek's and the shorter one."""
+    """Return a thought under both names that clients read: DeepSeek's `reasoning_content` and the
+    shorter `reasoning`.
+    """
     return {"reasoning_content": text, "reasoning": text}
 
 

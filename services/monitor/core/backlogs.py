@@ -15,7 +15,7 @@ _NOTHING = Traffic()
 
 @dataclass(slots=True)
 class Backlogs:
-    lease_s: float  # a dispatcher without a new entry for longer counts as lost, so its requests are no demand
+    lease_s: float  # a dispatcher without a new entry for longer counts as lost, and its requests are not demand
     forget_s: float  # time for which the last entry of a silent dispatcher counts as its traffic
     _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # dispatcher -> (entry, time of its last change)
         default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
@@ -54,7 +54,9 @@ class Backlogs:
         return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
 
     def known(self, at_s: float) -> bool:
-        """True if the state server was read recently. Otherwise an empty backlog means nothing."""
+        """True if the state server was read recently. Otherwise an empty backlog does not mean that
+        no requests wait.
+        """
         return self._read_at_s is not None and at_s - self._read_at_s <= self.lease_s
 
     def silent(self, at_s: float) -> tuple[DispatcherId, ...]:
