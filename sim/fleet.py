@@ -1,7 +1,7 @@
 """Simulates the placement of requests on instances that start on demand and stop when empty, with the cost model.
 
-Steps are combined into ticks, so an hour of twenty instances takes seconds. Service cores and delays are left out, as
-this only compares placements and numbers of instances; `ballast sim` runs the cores.
+Steps are combined into ticks, so an hour of twenty instances takes seconds. Service cores and delays are left out,
+because this only compares placements and numbers of instances; `ballast sim` runs the cores.
 """
 
 import math

@@ -40,7 +40,7 @@ class Gpu(_CatalogueEntry):
     nic_bytes_per_s: float = Field(gt=0)  # speed of the network card, both directions together
     host_bytes_per_s: float = Field(gt=0)  # speed of reads from host memory
     gpus_per_host: int = Field(ge=1)
-    # Measured values, where known; None: those of timings.yaml
+    # Measured values, if known; None: those of timings.yaml
     layer_floor_s: float | None = Field(None, ge=0)
     collective_latency_s: float | None = Field(None, ge=0)
     collective_fraction: float | None = Field(None, gt=0, le=1)

@@ -33,7 +33,7 @@ Times = Generator[float, None, None]  # seconds for which the engine is busy; ne
 
 
 class SimInstance(Turns):
-    # Slots save memory, as there may be thousands of instances.
+    # Slots save memory, because there may be thousands of instances.
     __slots__ = (
         "_acts",
         "_alarm_at_s",
@@ -342,8 +342,8 @@ class SimInstance(Turns):
     def _step_fast_forward(self, fast_forward: FastForward) -> Times:
         """Fast-forward decode-only steps until an event arrives or the batch changes."""
         assert self._costs is not None, "asked before"
-        # Everything that a step needs is in local variables, as with thousands of instances nothing stays in the CPU
-        # cache.
+        # Everything that a step needs is in local variables, because with thousands of instances nothing stays in the
+        # CPU cache.
         plain, inbox, growth = fast_forward.plain, self._inbox, fast_forward.plain.growth
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
         # Only the cost of reading KV differs between steps: `RooflineCosts.decodes(count, context).on(layer_count)`.
@@ -390,7 +390,7 @@ class SimInstance(Turns):
         return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch, member.parks)
 
     def _token_count(self, batch: Batch) -> int:
-        """Tokens sampled by the batch; 0 without shared processors, as only these need it."""
+        """Tokens sampled by the batch; 0 without shared processors, because only these need the count."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
     def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:

@@ -573,7 +573,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
 def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
     model = options.model
     layer_bytes, other_bytes = model.layer_parameter_bytes, model.other_parameter_bytes
-    if options.geometry is not None:  # the geometry is that of another model
+    if options.geometry is not None:  # the geometry describes another model's layers
         layer_bytes = geometry.layer_parameters * geometry.extent_bytes
         other_bytes = geometry.other_parameters * geometry.extent_bytes
     return ModelInfo(

@@ -83,7 +83,7 @@ def _check_memory(report: pb.MemoryReport) -> None:
 
 
 def _check_load(report: pb.LoadReport) -> None:
-    """Validate a load report. All counts are compared at once, because this is called for every step of every worker."""
+    """Validate a load report. All counts are compared at once, because every step of every worker calls this."""
     counts = (
         report.block_tokens - 1,
         report.block_count,

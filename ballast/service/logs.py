@@ -150,7 +150,9 @@ def frames(error: BaseException) -> list[str]:
 
 
 def raised_at(error: BaseException) -> tuple[str, int]:
-    """(file, line) where an error was raised. Unlike `frames` it reads no source, because many calls may fail at once."""
+    """(file, line) where an error was raised. Unlike `frames` it reads no source, because many
+    calls may fail together.
+    """
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

@@ -75,7 +75,7 @@ class Lateness:
     """How late the steps of all workers were."""
 
     late_share: float  # sum of delays, as a fraction of the ideal step time
-    lost_share: float  # sum of delays that were never caught up, as such a fraction
+    lost_share: float  # sum of delays that were never caught up, as a fraction of the ideal step time
 
 
 def lateness(log_dir: Path) -> Lateness:

@@ -15,7 +15,7 @@ from tools.model.info import CheckpointInfo
 
 _STEP_S = 0.1  # time step of the forecast
 _BISECTIONS = 24
-_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # grid of rates to search: 0.8 to 1.6 times the one found
+_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # grid of rates to search: 0.8 to 1.6 times the rate found by bisection
 _HOPELESS = 20.0  # multiple of the intended mean demand at which a forecast is abandoned
 
 
@@ -38,7 +38,7 @@ class SizingPace:
 
 @dataclass(frozen=True, slots=True)
 class SizingForecast:
-    """KV demand, in tokens, of a trace none of whose requests waits."""
+    """KV demand, in tokens, of a trace if no request has to wait."""
 
     mean_tokens: float
     peak_tokens: float

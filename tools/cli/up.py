@@ -251,10 +251,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _check_state_server(url: str) -> None:
-    """Check that the state server answers, as services would wait for it silently.
+    """Check that the state server answers, because services would wait for it silently.
 
-    Raises:
-        Unavailable: the state server does not answer.
+    Raises: Unavailable: the state server does not answer.
     """
     server = StateServer(url)
     try:
