@@ -27,8 +27,8 @@ _SILENT = 0
 _TRIED_TOKENS = 4  # some grammars compile and exceed limits only from their second token on
 _MAX_WHY_CHARS = 300
 _DEAD_END = "NoExtensionBias"
-# Whitespace around a thought and between two tokens of JSON is bounded: otherwise a model may generate whitespace up to
-# its maximum length.
+# Whitespace around a thought and between two tokens of JSON is bounded, because otherwise a model may generate
+# whitespace up to its maximum length.
 _GAP = r"/[ \t\r\n]{0,8}/"
 _JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 

@@ -375,7 +375,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
         match message.WhichOneof("prompt"):
             case "token_ids":
-                self._check_length(len(message.token_ids.ids))  # before copying: a message may contain millions
+                self._check_length(len(message.token_ids.ids))  # before copying, because a message may contain millions
                 ids = list(message.token_ids.ids)
                 self._check_token_ids("token_ids", ids)
             case "text":

@@ -319,7 +319,7 @@ class DispatcherStore:
                 asked.given.set_result(one)
 
     async def cancel(self, claim: Claim) -> None:
-        """Make every dispatcher refuse to resume the request. Does nothing without a state server."""
+        """Make every dispatcher refuse to resume the request. Does nothing while the state server is unreachable."""
         if claim.secret_hash and self._state.reachable:
             args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
             script = cast(Awaitable[Any], self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))

@@ -152,7 +152,7 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Adopt any layout that differs, even one with a lower epoch: the store reads values in order, so a lower epoch
+        """Adopt any layout that differs, even one with a lower epoch. The store reads values in order, so a lower epoch
         means that the cluster's state was lost and rebuilt.
         """
         if event.layout == self.fleet.layout:

@@ -37,7 +37,7 @@ class Feed(ArrivalOrder):
         wanting = [(room, worker) for room, worker in wanting if room > 0]
         if not wanting:
             return None
-        wanting.sort(key=lambda pair: -pair[0])  # stable: of equal workers the smallest id is first
+        wanting.sort(key=lambda pair: -pair[0])  # stable sort: ties go to the smallest id
         for tracked in self._entries[:_SCAN_COUNT]:
             for _, worker in wanting:
                 load = worker.load

@@ -66,7 +66,7 @@ class PlannerPort(Protocol):
         ...
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Return the workers currently kept out of groups, with the reasons; empty without an answer."""
+        """Return the workers currently kept out of groups, with the reasons; empty if the planner does not answer."""
         ...
 
     async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:

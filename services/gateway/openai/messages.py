@@ -41,7 +41,7 @@ def _message(index: int, message: Message) -> Message:
         thoughts, content = _apart(cast(list[object], content))
         thought = thought or thoughts
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
-    if role == "assistant" and isinstance(thought, str):  # templates use different names for it
+    if role == "assistant" and isinstance(thought, str):  # templates use different names for a thought
         result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]

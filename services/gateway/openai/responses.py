@@ -123,7 +123,8 @@ class ResponsesRequest(BaseModel):
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         try:
-            dumps([self.text, self.tools, self.tool_choice, self.metadata]).encode()  # are repeated in the answer
+            # These fields are repeated in the answer.
+            dumps([self.text, self.tools, self.tool_choice, self.metadata]).encode()
             return ChatRequest.model_validate(values)
         except ValidationError as error:
             raise refused(error) from error

@@ -68,7 +68,7 @@ class Pool:
         self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
         loads = list(map(add, columns.used, columns.waiting))
         full = [load / blocks if blocks else math.inf for load, blocks in zip(loads, columns.blocks, strict=True)]
-        self.order.sort(key=full.__getitem__, reverse=True)  # stable sort: equal groups stay in order of names
+        self.order.sort(key=full.__getitem__, reverse=True)  # stable sort: ties stay sorted by name
         places = [most or running.max_running_count * stages for most in columns.max_running]
         summed = (columns.blocks, columns.running, columns.used, columns.uncomputed, places)  # in the order of `_Sums`
         self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
@@ -255,8 +255,8 @@ class Candidates:
 
     def all(self) -> list[Candidate]:
         """Return all candidates: no change; some pairs and fours of single instances; all single instances in groups of
-        two, of three and in one group, and the same for only those with little memory; pipelines merged with each other
-        and with single instances.
+        two, of three and in one group, and the same groups of only those with little memory; pipelines merged with each
+        other and with single instances.
         """
         found = {NOTHING.name: NOTHING}
         small = [pool for pool in self._sized_pools if pool.size and pool.stages == 1][:1]

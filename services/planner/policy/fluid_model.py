@@ -449,7 +449,7 @@ def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
 
 
 def _own_s(flow: _Flow, length: float) -> float:
-    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # due to other prompts
+    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # busy fraction due to other prompts
     sharing = _MOST_SHARING if busy > 1 - 1 / _MOST_SHARING else 1 / (1 - busy)
     decodes, context = flow.seen_decodes / flow.seen, flow.seen_context / flow.seen
     return prompt_s(flow.cost, flow.stages, flow.max_batch_tokens, decodes, context, length, sharing)
