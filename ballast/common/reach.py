@@ -23,7 +23,7 @@ class Reach:
             raise InvariantViolation(f"impossible reach: {self}")
 
     def told(self) -> str:
-        """The lengths as text for people."""
+        """The lengths as human-readable text."""
         alone = f"up to {self.alone_tokens:,} tokens here alone"
         if self.group_tokens == self.alone_tokens:
             return alone

@@ -41,7 +41,7 @@ def name(field: str, text: str) -> str:
 
 
 def text(field: str, value: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Validate and return text for people."""
+    """Validate and return human-readable text."""
     if len(value) > most_chars:
         raise InvalidRequest(field, f"has {len(value)} characters, at most {most_chars} are allowed")
     return value

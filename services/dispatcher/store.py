@@ -216,7 +216,7 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- registration
 
     async def register(self, address: str) -> None:
-        """Renew this dispatcher's registration, endlessly."""
+        """Renew this dispatcher's registration until cancelled."""
         while True:
             try:
                 await self._announce_address(address)
@@ -239,8 +239,8 @@ class DispatcherStore:
             get_logger().warning("registration is left to expire")
 
     async def share_traffic(self, traffic: Callable[[], Traffic | None]) -> None:
-        """Publish waiting requests and recent traffic, endlessly. The entry is deleted while there are none. `traffic`:
-        returns None if nothing has changed, so that the last entry stays.
+        """Publish waiting requests and recent traffic until cancelled. The entry is deleted while there are none.
+        `traffic`: returns None if nothing has changed, so that the last entry stays.
         """
         told, serial = False, 0
         while True:
@@ -289,7 +289,7 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def run_claims(self) -> None:
-        """Send claims to the state server, endlessly. The first is sent at once, and later ones are batched every
+        """Send claims to the state server until cancelled. The first is sent at once, and later ones are batched every
         `_CLAIM_PAUSE_S`, because in a burst a round trip for each claim would cost as much as all other work for its
         request.
         """

@@ -94,7 +94,7 @@ class DispatcherCore:
 
     @property
     def waits(self) -> bool:
-        """True if an online request is on no worker."""
+        """True if an online request is not on any worker."""
         return self.backlog.count > 0 or len(self.long) > 0
 
     def carries_changes(self, at_s: float) -> bool:
@@ -430,7 +430,7 @@ class DispatcherCore:
         return commands
 
     def _end(self, worker: Worker, tracked: Tracked, ending: d.Ending, at_s: float) -> list[d.Command]:
-        """Handle a worker's ending of a request: end the request, or move, enqueue or replay it."""
+        """Handle an `Ending` from a worker: end the request, or move, enqueue or replay it."""
         request_id = tracked.request.request_id
         tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
         if ending.refused:

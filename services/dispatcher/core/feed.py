@@ -11,7 +11,7 @@ from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import blocks_for
 
 _TAKEN_OVER_FACTOR = 2  # factor on the limit for a request taken over from another dispatcher
-_SCAN_COUNT = 64  # maximum requests examined if the first ones fit on no worker
+_SCAN_COUNT = 64  # maximum requests examined if the first ones do not fit on any worker
 
 
 class Feed(ArrivalOrder):

@@ -73,7 +73,7 @@ class PlannerPort(Protocol):
         """Drain a worker.
 
         Returns:
-            The epoch from which on the worker gets no new requests.
+            The first epoch in which the worker gets no new requests.
 
         Raises:
             BallastError: the planner refused, or did not answer.

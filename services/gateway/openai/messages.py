@@ -8,7 +8,7 @@ from typing import Any, cast
 from services.gateway.errors import invalid
 from services.gateway.openai.requests import Message
 
-# Any: foreign JSON, checked part by part.
+# Any: external JSON, checked part by part.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 _THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")

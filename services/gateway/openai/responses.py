@@ -14,7 +14,7 @@ from services.gateway.openai.requests import ChatRequest, Message, refused
 from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
 from services.gateway.openai.writing import dumps
 
-# Any: foreign JSON.
+# Any: external JSON.
 Item = dict[str, Any]
 
 _NEEDS_STORE = ("previous_response_id", "conversation", "background", "prompt")

@@ -80,7 +80,7 @@ class LayoutContext:
     layout: Layout
     model: ModelInfo | None
     epoch: Epoch  # epoch of the transition
-    stranded: tuple[Member, ...]  # instances that are in no group and hold only some layers
+    stranded: tuple[Member, ...]  # instances that hold only some layers and are not in any group
     kept_out: KeptOut
 
 

@@ -30,7 +30,7 @@ class ClusterLoad:
     fresh_traffic: Traffic | None = None  # traffic without silent dispatchers; None: no dispatcher is silent
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
-        """Return a copy without the reports of these instances, so that their groups take no part in plans."""
+        """Return a copy without the reports of these instances, so that plans ignore their groups."""
         return replace(self, workers={w: load for w, load in self.workers.items() if w not in kept_out})
 
 

@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """Lower bound of the factor of improvement over no change."""
+        """Lower bound of the factor by which the choice improves on no change."""
         return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:

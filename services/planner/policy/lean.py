@@ -91,7 +91,9 @@ def _spread(
 
 
 def check(before: Sequence[HeldRequest], moves: Sequence[LeanMove], capacity: int) -> list[str]:
-    """Describe errors of moves: an overfilled instance, one that gives and takes, or a leaving one that takes."""
+    """Describe errors of moves: an overfilled instance, one that both sends and receives, or a leaving one that
+    receives.
+    """
     used = {one.number: one.used for one in before}
     for move in moves:
         used[move.source] -= move.amount

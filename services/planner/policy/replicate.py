@@ -44,8 +44,7 @@ def one_group_each(instances: Iterable[Placeable], layer_count: int) -> tuple[Gr
 def keep_pipelines(
     before: Iterable[Group], instances: Iterable[Placeable], partial: Partial, layer_count: int
 ) -> tuple[tuple[Group, ...], Partial]:
-    """Return the groups that can serve, sorted by id, and the instances that hold only some layers and serve in no
-    group.
+    """Return the groups that can serve, sorted by id, and the instances that hold only some layers and do not serve.
 
     A pipeline stays while all its members are alive. If one is lost, the others hold only a part of the model until
     they have loaded the rest. A new incarnation has loaded all layers.

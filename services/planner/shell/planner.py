@@ -132,7 +132,7 @@ class PlannerShell:
         self._watchers.remove(watcher)
 
     async def drain(self, request_id: str, worker_id: WorkerId, timeout_s: float) -> Epoch:
-        """Drain a worker and return the epoch from which on it gets no new requests."""
+        """Drain a worker and return the first epoch in which it gets no new requests."""
         event = p.WorkerDrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
         late = (
             f"draining {worker_id}: no new layout within {timeout_s:.1f} s (is the state server away?);"
