@@ -79,7 +79,9 @@ def distinct(field: str, values: Collection[str]) -> None:
 
 
 def adds_up(field: str, memory: MemoryReport) -> None:
-    """Validate that parameters + KV + free = budget. The codec does not: `ballast status` shows violations."""
+    """Validate that parameters + KV + free = budget. The codec does not validate this, because `ballast status` shows
+    violations.
+    """
     if memory.parameter_bytes + memory.kv_bytes + memory.free_bytes != memory.budget_bytes:
         raise InvalidRequest(field, f"parameters, KV and free must add up to the budget: {memory}")
 

@@ -58,7 +58,7 @@ _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # time by which `dispatchers:lately:` keys outlive a registration
 BACKLOG_INTERVAL_S = 0.05  # short, because no other process can see a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # maximum delay of a first token by an unresponsive state server
-_CLAIM_PAUSE_S = 0.01  # pause between two round trips with claims; first tokens take longer
+_CLAIM_PAUSE_S = 0.01  # pause between two round trips with claims; shorter than a time to first token
 _BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
 _MAX_RELEASES = 1 << 16  # maximum queued releases; further claims expire
@@ -123,7 +123,7 @@ end
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A claim to be sent. `given`: the script's number; None if there was no answer."""
+    """A claim to be sent. `given`: number that the script returned; None if there was no answer."""
 
     claim: Claim
     ttl_s: float

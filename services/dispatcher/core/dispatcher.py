@@ -80,7 +80,7 @@ class DispatcherCore:
         self._deadlines = Deadlines()
         self.taken_over_count = 0
         self._next_serial = 1
-        self._no_worker_since_s: float | None = None  # time; None: there is a worker, or no event yet
+        self._no_worker_since_s: float | None = None  # None: there is a worker, or no event has arrived yet
         self._no_worker_check_at_s = math.inf
 
     def next_timer_s(self) -> float:

@@ -39,7 +39,7 @@ Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in order of
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """Content of the state server."""
+    """The planner's data in the state server."""
 
     layout: Layout
     model: ModelInfo | None  # model of its instances; None before the first instance
@@ -212,7 +212,7 @@ class DropRequested:
     request_id: str  # a repetition gets the same answer
     required_bytes: int | None = None  # None: the current shortfall
     worker_ids: tuple[WorkerId, ...] = ()  # not empty: form one group of these, in this order
-    hold_s: float = 0.0  # seconds without automatic restores afterwards
+    hold_s: float = 0.0  # seconds after the drop without automatic restores
 
 
 @dataclass(frozen=True, slots=True)

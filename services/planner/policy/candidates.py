@@ -173,7 +173,9 @@ class _PoolShare:
         return heavy.plus(self.pool.between(last - self.light * merge_count, last))
 
     def of(self, number: int, merge_count: int) -> list[int]:
-        """Return the indices in the pool of one merge's groups. The first merge has the fullest and the emptiest."""
+        """Return the pool indices of the groups of merge `number`. The first merge combines the fullest with the
+        emptiest groups.
+        """
         places = [self.heavy_from + number + merge_count * i for i in range(self.heavy)]
         places += [-1 - self.light_from - number - merge_count * i for i in range(self.light)]
         return [self.pool.order[place] for place in places]

@@ -265,7 +265,7 @@ class _Evaluator:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
-        """Return the mean loss over all futures. Missing futures count as 0, which makes it a lower bound."""
+        """Return the mean loss over all futures. Missing futures count as 0, so the result is then a lower bound."""
         loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
 

@@ -272,7 +272,7 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
-        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave old ones when none runs
+        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave a remainder when none runs
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
