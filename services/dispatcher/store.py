@@ -264,8 +264,8 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- request ids
 
     async def claim(self, claim: Claim, ttl_s: float) -> bool:
-        """Claim an id, so that no other dispatcher serves it. Without a state server the request is served without this
-        check.
+        """Claim an id, so that no other dispatcher serves it. While the state server is unreachable, the request is
+        served without this check.
 
         Returns:
             True if another dispatcher was serving an earlier attempt of the same request.

@@ -67,8 +67,8 @@ def survey(
     *,
     draining: bool = False,
 ) -> Survey:
-    """Return the groups that take part in plans. All their members have reported, and none is parked, about to be
-    parked or, unless `draining`, draining.
+    """Return the groups that take part in plans. All their members have reported, and none is parked or about to be
+    parked. Groups with draining members are included only if `draining` is set.
 
     Groups with an impossible report are left out, because one instance's error must neither end the planner nor enter a
     plan.

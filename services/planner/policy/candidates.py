@@ -380,8 +380,8 @@ class Candidates:
         return _Worth(made.block_count, longest)
 
     def _stall_s(self, part: _Merges, sums: _Sums) -> float:
-        """Return the stall by the exchange. Each old group keeps its layers of all sequences, so it sends all other KV
-        and receives as much.
+        """Return the seconds for which the KV exchange stalls sequences. Each old group keeps its layers of all
+        sequences, so it sends all other KV and receives as much.
         """
         return stall_s(self.model, sums.used_block_count, part.size, part.stages * part.count)
 
