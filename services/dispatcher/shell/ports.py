@@ -28,7 +28,7 @@ class Claim:
 
 
 class RequestClaims(Protocol):
-    """Prevents two dispatchers from serving the same request id, as reliably as the state server works."""
+    """Prevents two dispatchers from serving the same request id. This is only as reliable as the state server."""
 
     @property
     def reachable(self) -> bool:

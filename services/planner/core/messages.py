@@ -467,7 +467,7 @@ class RefuseDrain:
 
 @dataclass(frozen=True, slots=True)
 class RejectInstance:
-    """The instance serves another model than the cluster and is kept out of the layout."""
+    """The instance serves a different model from the cluster's and is kept out of the layout."""
 
     worker_id: WorkerId
     incarnation: Incarnation

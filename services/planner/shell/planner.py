@@ -142,7 +142,7 @@ class PlannerShell:
 
     async def change(self, event: p.ChangeRequest | p.StandingRequested, timeout_s: float) -> p.AnswerChange:
         """Request an operator's drop or restore, and return once its plan is journaled; or park or wake an instance,
-        and return once the layout contains that.
+        and return once the layout contains the change.
         """
         late = (
             f"no plan was stored within {timeout_s:.1f} s (is the state server away?);"
@@ -228,7 +228,7 @@ class PlannerShell:
         return self.core.kept_out.of_another_protocol()
 
     async def _load_of_equals(self) -> p.ClusterLoad:
-        """Read the load without workers of another protocol, with which requests cannot be exchanged."""
+        """Read the load without workers of another protocol version, because requests cannot be moved to or from them."""
         return (await self.load()).without(self._apart())
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
