@@ -228,7 +228,7 @@ class PlannerShell:
         return self.core.kept_out.of_another_protocol()
 
     async def _load_of_equals(self) -> p.ClusterLoad:
-        """Read the load without workers of another protocol version, because requests cannot be moved to or from them."""
+        """Read the load, without workers of another protocol version, because requests cannot move between them."""
         return (await self.load()).without(self._apart())
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
