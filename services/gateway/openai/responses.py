@@ -136,7 +136,7 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    thought = ""  # the assistant's thought that precedes its next message
+    thought = ""  # the assistant's reasoning that precedes its next message
     for index, item in enumerate(given):
         match item.get("type", "message"):
             case "message":
