@@ -131,7 +131,7 @@ class Timings(_CatalogueEntry):
     remap_s: float
     rpc_s: float
     state_s: float
-    checksum_bytes_per_s: float  # 0: instantaneous
+    checksum_bytes_per_s: float  # 0: checksums take no time
     disk_bytes_per_s: float
 
 

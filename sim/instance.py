@@ -108,7 +108,7 @@ class SimInstance(Turns):
         self._fast_forward: FastForward | None = None
         self._acts: list[Callable[[], None]] = []  # executed at the end of the current activity
         self._sliced: tuple[float, float, int] | None = None  # arguments of `_run_slices` for the next batch
-        self._preempted = False  # that batch was preempted
+        self._preempted = False  # True: that batch was preempted
         self._inbox: deque[w.Event | MemberEvent] = deque()
         self._streams: dict[int, SimStream] = {}
         self._next_stream_id = 1
@@ -358,7 +358,7 @@ class SimInstance(Turns):
         while True:
             used += added
             yield self._busy(stage_s + (layer_s + context * context_s) * layer_count + head_s, count)
-            if self._fast_forward is not fast_forward:  # caught up when the process was stopped: this step runs again
+            if self._fast_forward is not fast_forward:  # the process was stopped and caught up: run this step again
                 return
             context += count
             step += 1

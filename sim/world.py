@@ -487,8 +487,8 @@ class World:
 
 @contextmanager
 def _no_collector() -> Generator[None]:
-    """Disable the garbage collector: events create no cycles, and with many objects collections take a tenth of the
-    time.
+    """Disable the garbage collector, because events create no cycles, and with many objects collections take a tenth of
+    the time.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -11,7 +11,7 @@ from ballastpb.inference.v1 import inference_pb2 as pb
 
 _SECRET_BYTES = 16
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
-_MAX_VAIN = 5  # limit on dispatchers lost in a row without a token: the request itself may be the cause
+_MAX_VAIN = 5  # limit on dispatchers lost in a row without a token, because the request itself may be the cause
 
 
 class Progress:

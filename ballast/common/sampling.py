@@ -64,13 +64,15 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the generated text, from the first token (or the end of a thought) to the end of the sequence.
+    """A constraint on the generated text, from the first token (or the end of the reasoning) to the end of the
+    sequence.
 
     Attributes:
         kind: The language in which `text` is written.
         text: The grammar: a JSON schema, a regular expression or a Lark grammar.
-        thought_end: Tag that ends a thought, such as `</think>`; any text may precede it. Empty: there is no thought.
-        thought_begin: Tag that begins an optional thought. Empty: the prompt has already begun the thought.
+        thought_end: Tag that ends the reasoning, such as `</think>`; any text may precede it. Empty: there is no
+            reasoning.
+        thought_begin: Tag that begins optional reasoning. Empty: the prompt has already begun the reasoning.
 
     Raises:
         InvalidRequest: on construction, if the text or a tag is too long. A dispatcher checks whether `text` is valid.

@@ -41,7 +41,7 @@ class Status:
     parameter_bytes_pulled: int = 0
     victim_count: int = 0  # running requests of the whole group; reported by the leader
     victims_waiting: int = 0
-    victims_recomputed: int = 0  # victims whose KV is recomputed: no memory, or no logged activations for a stand-in
+    victims_recomputed: int = 0  # victims recomputed because memory or a stand-in's logged activations are missing
     refilled_tokens: int = 0  # tokens whose KV this stand-in has computed from logged activations
     prepare_s: float = 0.0
     layers_s: float = 0.0  # in a restore: from its start on this member until all layers are loaded

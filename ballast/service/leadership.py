@@ -33,8 +33,8 @@ class Leadership:
     """Competes for the lease `name` while `run` runs, and reports the first outcome and every change of the token to
     `on_change`.
 
-    `holder` must be unique to this lifetime of the process: otherwise a restarted process would get the lease, and the
-    fencing token, of its dead predecessor.
+    `holder` must be unique to this lifetime of the process, because otherwise a restarted process would get the lease,
+    and the fencing token, of its dead predecessor.
     """
 
     def __init__(

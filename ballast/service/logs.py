@@ -58,7 +58,7 @@ class Sink(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: lines are written at once."""
+        """Do nothing, because lines are written at once."""
 
     def _write(self, fd: int, data: bytes) -> bool:
         """Write as much as the reader takes in time. Returns True if everything was written."""

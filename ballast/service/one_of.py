@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from typing import Any, cast
 
-Schema = dict[str, Any]  # Any: foreign JSON
+Schema = dict[str, Any]  # Any: external JSON
 
 _INNER = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "contains")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")

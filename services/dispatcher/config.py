@@ -1,4 +1,4 @@
-"""Settings of a dispatcher. Flag names follow vLLM where it has the same setting."""
+"""Settings of a dispatcher. Flag names follow vLLM's if it has the same setting."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -107,7 +107,7 @@ class GrammarChecks:
         async with self._places:
             try:
                 fault = await self._ask(grammar, token_ids)
-            except TimeoutError:  # not cached: the machine may be busy
+            except TimeoutError:  # not cached, because the machine may be busy
                 why = f"takes more than {self._deadline_s:g} s to compile ({len(grammar.text):,} characters)"
                 get_logger().warning("grammar refused", why=why)
                 return InvalidRequest(f"sampling.grammar.{grammar.kind}", why)

@@ -86,7 +86,9 @@ class PlannerClient:
     async def watch_layout(
         self, request: planner_pb2.WatchLayoutRequest
     ) -> AsyncGenerator[planner_pb2.WatchLayoutResponse, None]:
-        """Yield layouts until the planner ends the stream. Raises BallastError, or Unavailable without a planner."""
+        """Yield layouts until the planner ends the stream. Raises BallastError; Unavailable if there is no active
+        planner.
+        """
         async with self._stub() as planner:
             async for response in planner.WatchLayout(request):
                 yield response

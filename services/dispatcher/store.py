@@ -58,7 +58,7 @@ _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # time by which `dispatchers:lately:` keys outlive a registration
 BACKLOG_INTERVAL_S = 0.05  # short, because no other process can see a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # maximum delay of a first token by an unresponsive state server
-_CLAIM_PAUSE_S = 0.01  # pause between two round trips with claims; first tokens take longer
+_CLAIM_PAUSE_S = 0.01  # pause between two round trips with claims; shorter than a time to first token
 _BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
 _MAX_RELEASES = 1 << 16  # maximum queued releases; further claims expire
@@ -123,7 +123,7 @@ end
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A claim to be sent. `given`: the script's number; None if there was no answer."""
+    """A claim to be sent. `given`: number that the script returned; None if there was no answer."""
 
     claim: Claim
     ttl_s: float
@@ -216,7 +216,7 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- registration
 
     async def register(self, address: str) -> None:
-        """Renew this dispatcher's registration, endlessly."""
+        """Renew this dispatcher's registration until cancelled."""
         while True:
             try:
                 await self._announce_address(address)
@@ -239,8 +239,8 @@ class DispatcherStore:
             get_logger().warning("registration is left to expire")
 
     async def share_traffic(self, traffic: Callable[[], Traffic | None]) -> None:
-        """Publish waiting requests and recent traffic, endlessly. The entry is deleted while there are none. `traffic`:
-        returns None if nothing has changed, so that the last entry stays.
+        """Publish waiting requests and recent traffic until cancelled. The entry is deleted while there are none.
+        `traffic`: returns None if nothing has changed, so that the last entry stays.
         """
         told, serial = False, 0
         while True:
@@ -264,8 +264,8 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- request ids
 
     async def claim(self, claim: Claim, ttl_s: float) -> bool:
-        """Claim an id, so that no other dispatcher serves it. Without a state server the request is served without this
-        check.
+        """Claim an id, so that no other dispatcher serves it. While the state server is unreachable, the request is
+        served without this check.
 
         Returns:
             True if another dispatcher was serving an earlier attempt of the same request.
@@ -289,7 +289,7 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def run_claims(self) -> None:
-        """Send claims to the state server, endlessly. The first is sent at once, and later ones are batched every
+        """Send claims to the state server until cancelled. The first is sent at once, and later ones are batched every
         `_CLAIM_PAUSE_S`, because in a burst a round trip for each claim would cost as much as all other work for its
         request.
         """
@@ -319,7 +319,7 @@ class DispatcherStore:
                 asked.given.set_result(one)
 
     async def cancel(self, claim: Claim) -> None:
-        """Make every dispatcher refuse to resume the request. Does nothing without a state server."""
+        """Make every dispatcher refuse to resume the request. Does nothing while the state server is unreachable."""
         if claim.secret_hash and self._state.reachable:
             args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
             script = cast(Awaitable[Any], self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))

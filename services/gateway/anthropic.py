@@ -16,7 +16,7 @@ from services.gateway.openai.requests import ChatRequest, Message, TokenizeReque
 from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
 from services.gateway.openai.writing import dumps
 
-# Any: foreign JSON.
+# Any: external JSON.
 Block = dict[str, Any]
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -26,8 +26,9 @@ class MonitorSettings(ServiceSettings):
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
     """Grace period in seconds for open calls at shutdown."""
     lease_s: float = Field(default=3.0, gt=0)
-    """Seconds after which a silent instance counts as lost. Increase it if machines or networks pause: all requests of
-    an instance that counts as lost are replayed."""
+    """Seconds after which a silent instance counts as lost. Increase it if machines or networks pause, because all
+    requests of a lost instance are replayed.
+    """
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Duration of an engine step, in seconds, after which its instance counts as lost until the step ends. It must
     exceed the longest step: compilation may take a minute.

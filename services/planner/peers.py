@@ -265,7 +265,9 @@ class Members:
         return Probed.ALIVE if (status.worker_id, status.incarnation) == (worker_id, incarnation) else Probed.GONE
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
-        """Call a member and return its answer; None without a timely and valid one. A refused Prepare is FAILED."""
+        """Call a member and return its answer; None if there is no timely and valid answer. A refused Prepare is
+        FAILED.
+        """
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
             with self._asking(worker_id):

@@ -22,7 +22,7 @@ from tools.model.tokenizer import write_tokenizer
 
 _GPU_BLOCK_TOKENS = 64
 _STAND_IN_VOCABULARY = 4096  # vocabulary size of a generated tokenizer
-_DEFAULT_MEMORY_BYTES = 1 << 30  # the workers' default
+_DEFAULT_MEMORY_BYTES = 1 << 30  # default memory of a worker
 MACHINE_FILE = "machine.json"
 _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 

@@ -97,7 +97,7 @@ def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
     """The result with the delays of the emulated workers' steps added.
 
     Raises:
-        Unavailable: as for `lateness`.
+        Unavailable: see `lateness`.
     """
     late = lateness(log_dir)
     return with_settings(result, {"late_share": round(late.late_share, 5), "lost_share": round(late.lost_share, 5)})

@@ -104,7 +104,9 @@ class Timetable:
 
 
 def run_s(span_s: float) -> float:
-    """Estimated duration of a run: start, warm-up and end of a cluster, the arrivals, and the requests left by then."""
+    """Estimated duration of a run: start, warm-up and end of a cluster, the arrivals, and the requests still running
+    after the last arrival.
+    """
     return RUN_OVERHEAD_S + (1 + _TAIL_SHARE) * span_s
 
 

@@ -1,5 +1,5 @@
-"""The backlog: online requests that are on no worker, ordered by priority class and a configurable order within each
-class. The core limits its size (`limits.py`).
+"""The backlog: online requests that are not on any worker, ordered by priority class and a configurable order within
+each class. The core limits its size (`limits.py`).
 """
 
 import itertools

@@ -80,7 +80,7 @@ class DispatcherCore:
         self._deadlines = Deadlines()
         self.taken_over_count = 0
         self._next_serial = 1
-        self._no_worker_since_s: float | None = None  # time; None: there is a worker, or no event yet
+        self._no_worker_since_s: float | None = None  # None: there is a worker, or no event has arrived yet
         self._no_worker_check_at_s = math.inf
 
     def next_timer_s(self) -> float:
@@ -94,7 +94,7 @@ class DispatcherCore:
 
     @property
     def waits(self) -> bool:
-        """True if an online request is on no worker."""
+        """True if an online request is not on any worker."""
         return self.backlog.count > 0 or len(self.long) > 0
 
     def carries_changes(self, at_s: float) -> bool:
@@ -152,7 +152,7 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Adopt any layout that differs, even one with a lower epoch: the store reads values in order, so a lower epoch
+        """Adopt any layout that differs, even one with a lower epoch. The store reads values in order, so a lower epoch
         means that the cluster's state was lost and rebuilt.
         """
         if event.layout == self.fleet.layout:
@@ -430,7 +430,7 @@ class DispatcherCore:
         return commands
 
     def _end(self, worker: Worker, tracked: Tracked, ending: d.Ending, at_s: float) -> list[d.Command]:
-        """Handle a worker's ending of a request: end the request, or move, enqueue or replay it."""
+        """Handle an `Ending` from a worker: end the request, or move, enqueue or replay it."""
         request_id = tracked.request.request_id
         tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
         if ending.refused:

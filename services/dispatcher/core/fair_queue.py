@@ -45,7 +45,7 @@ class FairQueue:
 
     def in_turn(self, lower: Iterator[Tracked]) -> Iterator[Tracked]:
         """Yield requests in the order in which they will be served. `lower`: lifted requests of the class below, which
-        alternate with the callers like one more caller.
+        alternate with the callers as if from one more caller.
         """
         yield from self._front
         if len(self._turns) == 1:

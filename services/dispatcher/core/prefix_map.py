@@ -46,8 +46,8 @@ class PrefixMap:
             used[worker] = at_s
 
     def hits(self, marks: Sequence[Mark]) -> Hits:
-        """Return the cached tokens of a prompt on the up to `_MOST_FOUND` workers that have most of them. A worker that
-        has the end of a prefix has all of it, because ends are evicted first.
+        """Return the cached tokens of a prompt on at most `_MOST_FOUND` workers: those that have most of them. A worker
+        that has the end of a prefix has all of it, because ends are evicted first.
         """
         found: dict[WorkerKey, int] = {}
         kept_since_s = self._kept_since_s

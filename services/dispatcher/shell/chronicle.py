@@ -204,7 +204,7 @@ class Chronicle:
 
 
 def quantile(ascending: Sequence[float], fraction: float) -> float:
-    """Return the smallest value that at least this fraction of the values does not exceed; 0 without values."""
+    """Return the smallest value that at least this fraction of the values does not exceed; 0 if there are no values."""
     return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
 
 

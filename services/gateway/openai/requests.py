@@ -244,7 +244,7 @@ def _parse_slowly(shape: type[R], body: bytes) -> R:
 
 
 def refused(error: ValidationError) -> Failure:
-    """The failure of a request with an invalid field, which it names."""
+    """Return the failure that names a request's invalid field."""
     first = error.errors(include_url=False)[0]
     param = str(first["loc"][0]) if first["loc"] else None
     inner = ".".join(map(str, first["loc"][1:]))

@@ -9,7 +9,7 @@ from typing import Any, cast
 from ballast.common.sampling import Grammar, GrammarKind
 from services.gateway.errors import invalid
 
-# Any: schemas are foreign JSON, validated by the dispatcher.
+# Any: schemas are external JSON, validated by the dispatcher.
 Schema = Mapping[str, Any]
 
 # Formats that llguidance enforces.

@@ -33,8 +33,8 @@ class Backlogs:
         return self.total(at_s).token_count > before
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
-        """Return the traffic of all dispatchers according to their last entries, and that of the live ones alone; None
-        if all are live.
+        """Return (traffic of all dispatchers according to their last entries, traffic of the live ones alone). The
+        latter is None if all are live.
         """
         known = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.forget_s]
         fresh = self._fresh(at_s)

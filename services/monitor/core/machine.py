@@ -353,7 +353,9 @@ class MonitorCore:
         return backlog_bytes(backlog, load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _discount_own_pause(self, at_s: float) -> None:
-        """Exclude the time for which this process itself was stopped from the silence of instances."""
+        """Exclude the time for which this process itself was stopped from the time for which instances have been
+        silent.
+        """
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         if last_s is None or at_s - last_s <= self.rules.lease_s / 2:
             return

@@ -111,7 +111,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class Pressure:
-    """Derives signals from samples of the cluster's demand, which `observe` takes in order of time."""
+    """Derives signals from samples of the cluster's demand. Pass the samples to `observe` in order of time."""
 
     rules: PressureRules
     history: deque[ClusterDemand] = field(init=False)

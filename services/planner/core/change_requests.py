@@ -55,12 +55,12 @@ class Planning:
 class DropRequest:
     by: str  # cause: overload, long request, operator, loss or policy
     cause_id: str
-    request_id: str = ""  # id of an operator's request; empty: the planner's own
+    request_id: str = ""  # id of an operator's request; empty: the planner's own request
     required_bytes: int | None = None
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # True: a re-evaluation of the same overload
     blind_s: float = 0.0  # seconds for which data for a comparison has been missing
-    hold_s: float = 0.0  # seconds without automatic restores afterwards
+    hold_s: float = 0.0  # seconds after the change without automatic restores
     long: LongNeed | None = None  # set for a request that needs a larger group
 
 

@@ -80,7 +80,7 @@ class LayoutContext:
     layout: Layout
     model: ModelInfo | None
     epoch: Epoch  # epoch of the transition
-    stranded: tuple[Member, ...]  # instances that are in no group and hold only some layers
+    stranded: tuple[Member, ...]  # instances that hold only some layers and are not in any group
     kept_out: KeptOut
 
 
@@ -327,8 +327,8 @@ class Conductor:
         return told + self.start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
-        """Seconds since the first overload that could not be compared for lack of data; 0 if the last one is not
-        recent.
+        """Seconds since the first overload that could not be compared because data was missing; 0 if the last one is
+        not recent.
         """
         if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
             return 0.0
@@ -553,7 +553,9 @@ class Conductor:
     # ------------------------------------------------------------ leadership
 
     def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[p.Command]:
-        """Continue with the newer of the stored and the remembered journal: the state server may have lost writes."""
+        """Continue with the newer of the stored and the remembered journal, because the state server may have lost
+        writes.
+        """
         journal = self._latest(stored, self.newest)
         self._give_up()
         self.newest = journal

@@ -63,7 +63,7 @@ class Inconsistent:
         self._since_s = {w: since_s if _COUNTS < since_s < before_s else at_s for w, since_s in odd}
 
     def lives(self, layout: Layout, membership: Membership) -> dict[WorkerId, Incarnation]:
-        """Return the incarnations that count as inconsistent. Instances outside the layout count at once, members of it
+        """Return the incarnations that count as inconsistent. Instances outside the layout count at once, its members
         after `disagree_s`.
         """
         placed, found = worker_ids(layout), dict[WorkerId, Incarnation]()

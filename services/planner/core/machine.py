@@ -245,7 +245,7 @@ class PlannerCore:
         return [p.Publish(layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
-        # Answered drains are remembered, because an operator may repeat a request.
+        # After an aborted transition, contradictions that began before it keep their durations.
         before_s = ended.began_at_s if ended.journal.base.groups == self.layout.groups else -math.inf
         self.inconsistent.transition_ended(at_s, before_s)
         self._replan(at_s)

@@ -227,7 +227,7 @@ class Sizing:
             return None
         if self.rules.last_name:
             return max(may_leave, key=_by_number)
-        # Of equally empty ones, the one with the least memory leaves: the comparison assumes the mean.
+        # Ties go to the instance with the least memory, because the comparison assumes the mean memory.
         of = load.workers
         return min(may_leave, key=lambda w: (_held(of[w]), of[w].running_count, of[w].block_count, w))
 

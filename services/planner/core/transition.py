@@ -44,7 +44,7 @@ class Journaled:
 
 @dataclass(frozen=True, slots=True)
 class JournalRefused:
-    """The last journal was refused permanently: the stored layout is not the plan's base."""
+    """The last journal was refused permanently, because the stored layout is not the plan's base."""
 
     at_s: float
     stage: Stage

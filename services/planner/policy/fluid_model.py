@@ -272,7 +272,7 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
-        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave old ones when none runs
+        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave a remainder when none runs
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
@@ -449,7 +449,7 @@ def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
 
 
 def _own_s(flow: _Flow, length: float) -> float:
-    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # due to other prompts
+    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # busy fraction due to other prompts
     sharing = _MOST_SHARING if busy > 1 - 1 / _MOST_SHARING else 1 / (1 - busy)
     decodes, context = flow.seen_decodes / flow.seen, flow.seen_context / flow.seen
     return prompt_s(flow.cost, flow.stages, flow.max_batch_tokens, decodes, context, length, sharing)

@@ -40,7 +40,7 @@ class Reserve:
 
 
 def more(reserve: Reserve) -> list[Candidate]:
-    """Return the candidates in which 1, 2, 4 ... instances of the reserve serve, and all of them."""
+    """Return the candidates in which 1, 2, 4, ... or all instances of the reserve serve."""
     counts = {min(1 << doublings, reserve.count) for doublings in range(reserve.count.bit_length() + 1)} - {0}
     return [Candidate(f"{count} more", added=count) for count in sorted(counts)]
 
