@@ -68,7 +68,9 @@ class SimEngine:
     def __init__(
         self, busy: Busy, execution: ExecutionModel, layer_count: int, token_bytes: int, marks: Marks | None = None
     ) -> None:
-        """`token_bytes`: size of a token's activations. `marks`: to detect reads of wrong KV or layers; None: none."""
+        """`token_bytes`: size of a token's activations. `marks`: to detect reads of wrong KV or layers; None: no
+        detection.
+        """
         self._busy = busy
         self._execution = execution
         self._layer_count = layer_count

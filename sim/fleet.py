@@ -219,7 +219,7 @@ class SimFleet:
 
 
 class Fit:
-    """Best or worst fit. `whole`: reserve memory for the whole answer, whose length is taken as known."""
+    """Best or worst fit. `whole`: reserve memory for the whole answer, whose length is assumed to be known."""
 
     def __init__(self, fleet: SimFleet, *, best: bool, whole: bool = False, balances: bool = False) -> None:
         self._fleet, self._best, self._whole, self._balances = fleet, best, whole, balances

@@ -195,7 +195,7 @@ def find_gpu(name: str, what: str) -> Gpu:
     """The GPU of that name in the catalogue, or in a user's file (`is_gpu_file`).
 
     Raises:
-        ConfigError: it is unknown; the message names `what` (a flag or field) and the known GPUs. Or the file is
+        ConfigError: it is unknown; the message names `what` (a flag or field) and the known GPUs. Or the user's file is
             invalid.
     """
     if is_gpu_file(name):

@@ -229,7 +229,7 @@ def parse(shape: type[R], body: bytes) -> R:
 
 def _parse_slowly(shape: type[R], body: bytes) -> R:
     """Parse a body that pydantic's own JSON parser refuses. This parser accepts a little more (encodings, depth,
-    unpaired surrogates), or else its errors name the field.
+    unpaired surrogates), and otherwise its errors name the field.
     """
     try:
         value: object = json.loads(body)

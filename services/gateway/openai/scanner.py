@@ -127,7 +127,7 @@ class AnswerParser:
         return self._run()
 
     def whole(self, text: str, token_ids: Sequence[int], *, cut: bool) -> list[Event]:
-        """Parse a complete answer, instead of `feed` and `finish`, and return all events. `cut`: as for `finish`."""
+        """Parse a complete answer, instead of `feed` and `finish`, and return all events. `cut`: see `finish`."""
         self._scanner.ended, self._scanner.cut = True, cut
         return self.feed(text, token_ids)
 
