@@ -177,7 +177,7 @@ class OverloadComparison:
             raise ConfigError(workload.word, f"has changed since it was planned in {self._out}; choose another --out")
 
     def _time_scale(self, workload: Workload) -> float:
-        """Factor on arrival times with which the workload lasts `--span-s`. The rate is then scaled to the demand."""
+        """Factor on arrival times that makes the workload last `--span-s`. The rate is then scaled to the demand."""
         span_s = self._arguments.span_s
         return 1.0 if span_s is None or not workload.base.span_s else span_s / workload.base.span_s
 

@@ -111,7 +111,7 @@ def run_s(span_s: float) -> float:
 
 
 def span_within(tables: Sequence[Timetable], minutes_given: float) -> float:
-    """The span in seconds of workloads with which the whole comparison takes `minutes_given`. `tables`: timetables with
+    """The workloads' span in seconds for which the whole comparison takes `minutes_given`. `tables`: timetables with
     spans of 1 s (more for workloads with repeated bursts).
 
     Raises:

@@ -307,7 +307,7 @@ Fractions = dict[int, float | None]
 
 
 def _slo_violations(records: list[BenchRecord], reference: SloReference) -> tuple[Fractions, Fractions, Fractions]:
-    """Shares of requests, by scale, that violate the SLO of TTFT or TPOT, that of TTFT, and that of TPOT.
+    """Shares of requests, by scale, that violate the TTFT or the TPOT SLO, the TTFT SLO, and the TPOT SLO.
 
     A request that was not served violates all. Requests that the client cancelled do not count.
     """

@@ -54,12 +54,12 @@ def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
 
 
 def length_scale_to(trace: Trace, mean_tokens: float) -> float:
-    """The factor (at most 1) on lengths with which the mean request, prompt and answer, has `mean_tokens` tokens."""
+    """The factor (at most 1) on lengths that gives the mean request `mean_tokens` tokens, prompt and answer together."""
     return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
 
 
 def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | None) -> tuple[float, float | None]:
-    """Factors (at most 1) on the lengths of prompts and answers with which the mean request has `mean_tokens` tokens,
+    """Factors (at most 1) on the lengths of prompts and answers that give the mean request `mean_tokens` tokens,
     `answer_share` of them in its answer.
 
     If `answer_share` is None, both are scaled by the first factor, and the second is None.
@@ -127,7 +127,7 @@ def two_digits(scale: float) -> float:
 
 
 def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> SizingForecast:
-    """The forecast if a request holds its prompt from its arrival on, and its answer grows at a constant pace."""
+    """The forecast if each request holds its prompt from its arrival, and its answer grows at a constant pace."""
     end_s = requests[-1].arrival_s
     demand = [0.0] * (int(end_s / _STEP_S) + 1)
     for request in requests:
