@@ -54,7 +54,7 @@ def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
 
 
 def length_scale_to(trace: Trace, mean_tokens: float) -> float:
-    """The factor (at most 1) on lengths that gives the mean request `mean_tokens` tokens, prompt and answer together."""
+    """The factor (at most 1) on lengths that gives the mean request `mean_tokens` tokens, answer included."""
     return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
 
 
