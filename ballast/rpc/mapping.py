@@ -166,7 +166,7 @@ class EnumMapper(Generic[E]):
     def __init__(
         self, enum_type: type[E], numbers: EnumDescriptor, *, absent: E | None = None, unknown: E | None = None
     ) -> None:
-        """`absent`: the member for UNSPECIFIED. `unknown`: the member for unknown numbers, as newer peers may send."""
+        """`absent`: the member for UNSPECIFIED. `unknown`: the member for numbers unknown to this version."""
         names = {value.name.removeprefix(_prefix(numbers)): value.number for value in numbers.values}
         self.absent = absent or next((m for m in enum_type if m.name == "NONE"), None)
         self._unknown = unknown
@@ -379,7 +379,7 @@ class Choice(Generic[M]):
         return self._message_type(**{name: self._mappers[name].message(record, **(inner or {}))}, **outer)
 
     def record(self, message: M, **given: Any) -> Any | None:
-        """Convert the message in the oneof; None if it is unset or unknown (of a newer peer)."""
+        """Convert the message in the oneof; None if it is unset or unknown (from a newer peer)."""
         name = message.WhichOneof(self._oneof)
         mapper = None if name is None else self._mappers.get(name)
         return None if mapper is None or name is None else mapper.record(getattr(message, name), **given)
