@@ -421,8 +421,9 @@ class World:
         now_s = self.clock.now_s
         demand = self.monitor.core.cluster_demand(now_s)
         layout = self.monitor.core.groups.layout
-        reports = [instance.load() for instance in self.instances.values()]
-        waiting = sum(len(node.core.backlog) for node in self.dispatchers)
+        alive = [instance for instance in self.instances.values() if not instance.crashed]
+        reports = [instance.load() for instance in alive]
+        waiting = sum(len(node.core.backlog) + len(node.core.long) for node in self.dispatchers)
         self.samples.append(
             SimSample(
                 at_s=now_s - self.zero_s,
@@ -431,12 +432,12 @@ class World:
                 kv_used_bytes=demand.used_bytes,
                 running_count=sum(report.running_count for report in reports),
                 waiting_count=waiting + sum(report.waiting_count for report in reports),
-                preemptions_total=sum(report.preemptions_total for report in reports),
+                preemptions_total=sum(instance.load().preemptions_total for instance in self._lives),
                 stranded_count=self._stranded([] if layout is None else [g.leader.worker_id for g in layout.groups]),
                 epoch=layout.epoch if layout is not None else 0,
                 epoch_reason=layout.reason if layout is not None else "",
                 group_sizes=tuple(len(group.members) for group in layout.groups) if layout is not None else (),
-                on_count=sum(not instance.member.memory.is_parked for instance in self.instances.values()),
+                on_count=sum(not instance.member.memory.is_parked for instance in alive),
                 away_count=sum(is_away(m) for group in (layout.groups if layout else ()) for m in group.members),
             )
         )

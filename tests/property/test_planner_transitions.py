@@ -206,9 +206,9 @@ class TransitionMachine(RuleBasedStateMachine):
         self.tell(p.OverloadRaised(self.now_s, "c", EXTENT) if over else p.ReliefRaised(self.now_s, "c"))
 
     def read_loads(self, fails: bool) -> None:
-        self.reads.pop(0)
+        cause_id = self.reads.pop(0).cause_id
         loads = {} if fails else {w: LOAD for w in self.lives if w not in self.dead}
-        self.tell(p.LoadsRead(self.now_s, "c", p.ClusterLoad(loads), "no monitor" if not loads else ""))
+        self.tell(p.LoadsRead(self.now_s, cause_id, p.ClusterLoad(loads), "no monitor" if not loads else ""))
 
     @precondition(lambda self: self.core.conductor.coordinator is not None)
     @rule(worker_id=WORKERS, what=st.sampled_from(["goes on"] * 6 + ["says", "fails", "fails"]))

@@ -276,13 +276,12 @@ class Conductor:
         return "another change is about to begin"
 
     def loads_read(self, event: p.LoadsRead) -> list[p.Command]:
-        if isinstance(self._change, SizeRequest) and event.failure:
+        change = self._change if self._change is not None and self._change.cause_id == event.cause_id else None
+        if isinstance(change, SizeRequest) and event.failure:
             return self._looked(event.at_s)
-        if self._change is not None and event.failure:
-            return self._deny(p.ChangeRefusal.NO_LOADS, Rejected(event.failure))
         if event.failure:
-            return []
-        if self._change is not None:
+            return [] if change is None else self._deny(p.ChangeRefusal.NO_LOADS, Rejected(event.failure))
+        if change is not None:
             self._load = event.load
         return _told(self.prediction_log.settle(event.load.traffic, event.at_s))
 

@@ -123,6 +123,12 @@ def _parse(*arguments: str) -> argparse.Namespace:
     return build_parser("bench").parse_args(["bench", "replay", *arguments])
 
 
+def test_a_model_is_for_a_cluster_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse("--trace", "t.csv", "--address", "127.0.0.1:1", "--model", "m")
+    assert "--model: not allowed with argument --address" in capsys.readouterr().err
+
+
 def test_command_names_the_trace_that_is_missing() -> None:
     args = _parse("--trace", "/nowhere/t.csv", "--address", "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"/nowhere/t\.csv"):

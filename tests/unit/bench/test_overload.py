@@ -70,6 +70,8 @@ def test_the_duration_is_estimated_and_fits_into_the_given_minutes(
     assert four.startswith("4 workers: 12 runs")
     assert together.startswith("together about")
     assert not (tmp_path / "o").exists()
+    assert main([*command, "--workers", "1,4", "--policies", "static-pipeline"]) == 0
+    assert capsys.readouterr().out.startswith("4 workers"), "no policy is for one worker"
     assert main([*command, "--policies", "drop", "--max-minutes", "9"]) == 0
     assert re.search(r"about (8:[345]|9:0)", capsys.readouterr().out)
     assert main([*command, "--policies", "drop", "--max-minutes", "2"]) == 2

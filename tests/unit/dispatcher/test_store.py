@@ -12,10 +12,12 @@ import redis.asyncio
 
 from ballast.common.errors import AlreadyExists, Cancelled
 from ballast.common.ids import DispatcherId, Incarnation, RequestId
+from ballast.common.reach import Reach, write_reach
 from ballast.service.state import StateServer
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.shell.ports import Claim
 from services.dispatcher.store import DispatcherStore
+from tests.support.waiting import soon
 from tools.local.state_server import PrivateStateServer
 
 
@@ -109,6 +111,20 @@ async def test_a_key_of_a_wrong_type_is_cancelled_and_keeps_no_claim_from_its_re
         await store.cancel(garbage)
         with pytest.raises(Cancelled):
             await store.claim(garbage, 30.0)
+
+
+async def test_a_reach_that_the_state_server_has_lost_remains_current() -> None:
+    reaches: list[Reach] = []
+    async with _stores("d") as (state, store):
+        watching = asyncio.create_task(store.watch_layout(0.01, lambda _: None, reaches.append))
+        known = [Reach(tokens, 2 * tokens, 2, 2) for tokens in (1000, 2000)]
+        for body in (write_reach(known[0]), "", "nonsense", write_reach(known[1])):
+            key = state.redis.set("ballast:reach", body) if body else state.redis.delete("ballast:reach")
+            await state.run(cast(Awaitable[Any], key))
+            await asyncio.sleep(0.2)
+        await soon(lambda: known[1] in reaches)
+        watching.cancel()
+    assert reaches == known
 
 
 @contextlib.asynccontextmanager

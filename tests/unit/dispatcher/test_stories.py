@@ -5,15 +5,24 @@ import itertools
 
 import pytest
 import structlog.testing
+from prometheus_client import CollectorRegistry
 
 from ballast.common.errors import InvalidRequest
-from ballast.common.ids import RequestId
+from ballast.common.ids import DispatcherId, Incarnation, RequestId
 from ballast.common.sampling import FinishReason
 from services.dispatcher.core.events import Finish
 from services.dispatcher.core.story import Moment, What
 from services.dispatcher.core.story import Story as RequestStory
 from services.dispatcher.shell.chronicle import Chronicle, quantile
-from tests.support.dispatcher_core import FULL, Answer, Story
+from services.dispatcher.shell.dispatcher import DispatcherShell
+from services.dispatcher.shell.links import Identity
+from services.dispatcher.shell.metrics import DispatcherMetrics
+from tests.support.dispatcher_core import FULL, Answer, Story, request
+
+
+class StoppedClock:
+    def now_s(self) -> float:
+        return 0.0
 
 
 def moments(answer: Answer) -> list[tuple[str, str, int]]:
@@ -91,6 +100,27 @@ def test_why_a_request_waits_is_noted_when_it_comes() -> None:
     assert waiting[-1].story.moments[0].what is What.WAITING
     expected = f"behind {len(waiting) - 1} others; the emptiest of 2 leading workers has 100% of its KV in use"
     assert waiting[-1].story.moments[0].detail == expected
+
+
+async def test_a_refused_duplicate_changes_no_history() -> None:
+    story = Story("a")
+    story.step("a", report=FULL)
+    chronicle = Chronicle(story.core, keep_count=4, log_each=False)
+    shell = DispatcherShell(
+        story.core,
+        identity=Identity(DispatcherId("d"), Incarnation(1)),
+        clock=StoppedClock(),
+        metrics=DispatcherMetrics(story.core, CollectorRegistry()),
+        chronicle=chronicle,
+        on_bug=lambda bug: pytest.fail(str(bug)),
+        client_stall_timeout_s=1.0,
+    )
+    for number in range(8):
+        story.submit(f"r{number}")
+    shell.open(request("r7"))
+    waiting = story.core.requests[RequestId("r7")]
+    assert waiting.worker is None
+    assert not waiting.story.moments
 
 
 def test_only_so_many_ended_requests_are_remembered_and_none_of_their_prompts() -> None:

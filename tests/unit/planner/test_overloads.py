@@ -47,6 +47,18 @@ def test_nothing_is_dropped_for_a_first_token_that_comes_soon_enough(ttft_s: flo
     assert planner.journal == [Stage.PREPARING] * dropped
 
 
+def test_the_failure_of_an_older_read_denies_no_newer_change() -> None:
+    """The older one was made for another purpose, and its monitor has just ended."""
+    planner = Planner()
+    planner.start("w0", "w1")
+    assert p.ReadLoads("drop") in planner.core.handle(p.DropRequested(planner.now_s, "drop", "d1", EXTENT))
+    older = p.LoadsRead(planner.now_s, "older", p.ClusterLoad({}), "no monitor")
+    assert not [c for c in planner.core.handle(older) if isinstance(c, p.RefuseChange)]
+    planner.execute(p.ReadLoads("drop"))
+    planner.tell(planner.events.pop())
+    assert planner.journal == [Stage.PREPARING]
+
+
 def test_an_overload_is_not_looked_at_for_ever() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = CALM

@@ -1,6 +1,9 @@
 """The backlog's order and counts, its drain rate, and the heap of deadlines."""
 
 import random
+import sys
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -99,3 +102,27 @@ def test_ended_requests_do_not_pile_up_until_their_deadline() -> None:
             deadlines.forget(RequestId(f"r{serial}"))
     assert len(deadlines._heap) < 200
     assert len(deadlines.due(1e9)) == 10
+
+
+def test_callers_can_be_counted_while_they_come_and_go() -> None:
+    """Metrics are read in another thread."""
+    backlog, done, switch_s = Backlog(), threading.Event(), sys.getswitchinterval()
+    entries = [replace(tracked(serial), request=request("r", caller=f"caller {serial}")) for serial in range(300)]
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            for entry in entries:
+                backlog.add(entry)
+            for entry in entries:
+                backlog.remove(entry)
+
+    thread = threading.Thread(target=come_and_go)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert len(backlog.most_of(10)) <= 10
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(switch_s)

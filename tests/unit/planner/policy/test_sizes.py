@@ -9,7 +9,7 @@ import pytest
 from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import Candidates, Running
 from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
-from services.planner.policy.reserve import Jumps, Reserve, home_tokens, kinds, more
+from services.planner.policy.reserve import Jumps, Reserve, home_tokens, kinds, more, pair_gain
 from tests.unit.planner.policy.test_compare import BLOCKS, EIGHT, PACE, SHAPE, alone, running
 
 FULL = Reserve(parked_count=8, wake_s=1.0)
@@ -145,3 +145,9 @@ def test_a_leave_that_is_undone_brings_its_room_at_once() -> None:
 def test_part_or_all_of_the_reserve_is_woken() -> None:
     assert [candidate.added for candidate in more(replace(FULL, parked_count=6))] == [1, 2, 4, 6]
     assert more(Reserve()) == []
+
+
+def test_a_model_with_one_layer_gains_nothing_from_pairs() -> None:
+    snapshot = running(alone(("a", "b"), 0), 1)
+    assert pair_gain(snapshot) > 1.0
+    assert pair_gain(replace(snapshot, model=replace(SHAPE, layer_parameter_bytes=(1 << 20,)))) == 1.0
