@@ -189,6 +189,13 @@ def hidden_of(engine: Engine, first_block: int) -> torch.Tensor:
     return out
 
 
+def run_larger_step(engine: Engine) -> None:
+    """Run a chunk that is larger than any step of this worker's own, as a follower of a leader with a higher limit."""
+    batch = Batch(0, (), (NewSequence(0, (3,) * 40, (), GREEDY),), (Slice(0, 0, (3,) * 40, True),))
+    engine.runner.run_stage(batch, [BlockPool(3, engine.block_tokens).take(40)], None, first_layer=0, last_layer=1)
+    engine.runner.forget_all()
+
+
 def main() -> None:
     record = Record()
     with tempfile.TemporaryDirectory() as name:
@@ -202,6 +209,7 @@ def main() -> None:
             assert tokens_of(engine) == expected
             replayed, blocks = record.replayed, engine.block_count
             assert replayed > 0
+            run_larger_step(engine)
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
             for _ in range(2):  # first recorded, then replayed, with KV in memory of the dropped parameters

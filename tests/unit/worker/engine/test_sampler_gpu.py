@@ -17,6 +17,7 @@ from tests.unit.worker.engine.interpreted_sampler import (
     compare,
     requests,
     require_grammars,
+    require_small_changes,
     require_tokens_of_what_is_no_number,
 )
 
@@ -86,4 +87,5 @@ def test_on_the_device_draws_are_those_of_the_cpu_but_for_rounding() -> None:
     assert compare(256, 128_256, 1, steps=2, device=device) <= 2
     assert compare(64, 5_000, 2, steps=4, device=device) <= 1
     require_tokens_of_what_is_no_number(device)
+    require_small_changes(device)
     require_grammars(device)

@@ -107,6 +107,21 @@ def test_a_model_whose_layers_cannot_be_divided_serves_alone(experts: Path, monk
         load_engine(experts, device_memory_bytes=MEMORY_BYTES)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "cohere"])
+def test_tokens_in_bfloat16_are_the_best_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = write_family(family, tmp_path)
+    with load_engine(folder, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
+        jobs = [Job(i, tuple(range(5 + i, 5 + i + length)), 3) for i, length in enumerate((1, 7, 20))]
+        generate(engine, jobs)
+        assert isinstance(engine.model, TransformersDecoder)
+        for job in jobs:
+            with torch.inference_mode():
+                logits_TV = engine.model.reference(torch.tensor(job.prompt + tuple(job.chosen))).float()
+            rows_RV = logits_TV[len(job.prompt) - 1 : -1]
+            worse_R = rows_RV.amax(1) - rows_RV[range(3), job.chosen]
+            assert (worse_R <= 0.05 * rows_RV.abs().amax(1)).all()  # the best, up to rounding
+
+
 def test_a_tied_matrix_is_held_once_and_experts_are_joined(experts: Path, tmp_path: Path) -> None:
     with load_engine(experts, device_memory_bytes=MEMORY_BYTES) as engine:
         names = engine.memory.parameters.layer(0)

@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,25 @@ def test_the_geometry_matches_the_mapped_memory(memory: DeviceMemory) -> None:
     )
     assert memory.kv.geometry == expected
     assert memory.kv.block_count == BLOCKS == 32
+
+
+def test_blocks_are_cleared_before_they_may_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are cleared on the engine's stream, and KV is received on others."""
+    seen: list[int] = []  # extents of the KV at each wait for the device
+    with open_small(HostBackend(), kv_shape=replace(KV_SHAPE, dtype=torch.bfloat16)) as memory:
+        windows = memory.kv.windows
+        monkeypatch.setattr(
+            memory.pool.backend, "synchronise", lambda: seen.append(sum(window.extent_count for window in windows))
+        )
+
+        def require_waits(*changes: Callable[[], int]) -> None:
+            for change in changes:
+                change()
+                assert seen[-1] == sum(window.extent_count for window in windows)
+
+        require_waits(lambda: memory.drop_layers([1]), memory.release_retired)
+        memory.make_room_for_layers([1], block_count=10)
+        require_waits(memory.open_window, lambda: memory.shrink_leaving(1), memory.close_leaving)
 
 
 def test_a_layer_is_one_contiguous_tensor_with_room_for_the_whole_budget_twice(memory: DeviceMemory) -> None:

@@ -17,6 +17,7 @@ from services.worker.policy.cost_fit import CostForm, StageShape
 from services.worker.profiling.build import key_of
 from services.worker.profiling.measure import Measured, Options, limits_of, measure
 from services.worker.profiling.memory import copies, remap_s_per_gb
+from services.worker.profiling.stage_timer import StageTimer
 from tests.unit.worker.test_cost_profile import make_profile
 from tools.model.tiny import make_tiny
 
@@ -102,6 +103,19 @@ def test_too_little_memory_for_a_profile(model_dir: Path) -> None:
         pytest.raises(ConfigError, match="too small for a profile"),
     ):
         limits_of(engine, Options(sequences=engine.block_count))
+
+
+def test_a_limit_of_batches_below_that_of_a_profile_is_named(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: must be at least 32 for a profile, got 16"):
+        limits_of(engine, Options(batch_tokens=16, sequences=4))
+
+
+def test_kv_in_float8_is_profiled(model_dir: Path) -> None:
+    with load_engine(model_dir, device_memory_bytes=24 << 20, kv_cache_dtype="fp8") as engine:
+        timer = StageTimer(engine)
+        timer.fill_kv(8)
+        assert engine.memory.kv.layer(2)[:8].float().std() == pytest.approx(1.0, abs=0.1)
+        assert timer.least_s([Chunk(16, 4)], StageShape(3, True, True), repetitions=1) > 0
 
 
 def test_a_worker_starts_with_the_profile_of_its_model_and_refuses_another(
