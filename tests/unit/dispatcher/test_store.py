@@ -12,6 +12,7 @@ import redis.asyncio
 
 from ballast.common.errors import AlreadyExists, Cancelled
 from ballast.common.ids import DispatcherId, Incarnation, RequestId
+from ballast.common.layout import Layout
 from ballast.common.reach import Reach, write_reach
 from ballast.service.state import StateServer
 from services.dispatcher.shell.links import Identity
@@ -114,9 +115,10 @@ async def test_a_key_of_a_wrong_type_is_cancelled_and_keeps_no_claim_from_its_re
 
 
 async def test_a_reach_that_the_state_server_has_lost_remains_current() -> None:
+    layouts: list[Layout] = []
     reaches: list[Reach] = []
     async with _stores("d") as (state, store):
-        watching = asyncio.create_task(store.watch_layout(0.01, lambda _: None, reaches.append))
+        watching = asyncio.create_task(store.watch_layout(0.01, layouts.append, reaches.append))
         known = [Reach(tokens, 2 * tokens, 2, 2) for tokens in (1000, 2000)]
         for body in (write_reach(known[0]), "", "nonsense", write_reach(known[1])):
             key = state.redis.set("ballast:reach", body) if body else state.redis.delete("ballast:reach")

@@ -8,6 +8,7 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member, Place
 from ballast.common.traffic import Pace
+from ballast.rpc.border import MAX_GROUPS
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from tests.support.pressure import RULES
@@ -267,3 +268,8 @@ def test_an_engine_that_hangs_for_ever_is_lost_once() -> None:
     )
     assert lost(monitor.tick_until(20.0, 2.0)) == []
     assert monitor.core.entries == {}
+
+
+def test_each_admitted_instance_may_have_a_group_of_its_own() -> None:
+    """A layout with more groups could be written, but not read."""
+    assert MonitorRules(lease_s=3.0, pressure=RULES).max_instances <= MAX_GROUPS

@@ -305,3 +305,15 @@ def test_a_merged_group_does_not_wait_for_a_member_that_does_not_answer_the_comm
     assert planner.journal[-1] is Stage.EXCHANGING
     planner.answer(Phase.DONE, "w0")
     assert planner.shape == ["w0[0:4]"]
+
+
+def test_a_standby_follows_a_transition_that_is_committed_after_all() -> None:
+    planner, standby = Planner(), Planner().core.conductor
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    assert planner.stored is not None
+    assert planner.stored.journal is not None
+    for stage in (Stage.PREPARING, Stage.ABORTING, Stage.COMMITTING):
+        standby.observe(replace(planner.stored.journal, stage=stage))
+        assert standby.newest is not None
+        assert standby.newest.stage is stage

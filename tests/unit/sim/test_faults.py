@@ -61,7 +61,7 @@ def test_an_alarm_during_a_pause_does_not_end_a_step_early() -> None:
         world = World(made, [Arrival(0.1, 1000, 20)])
         for at_s in alarms_at_s:
             world.clock.at(world.zero_s + at_s, b"alarm", world.instances[WorkerId("w0")]._wake)
-        return world.run().records[0].token_times_s
+        return list(world.run().records[0].token_times_s)
 
     assert tokens_at_s(0.4) == tokens_at_s()
 
