@@ -216,7 +216,7 @@ async def _up(port: int, workers: int, backends: Sequence[MockBackend]) -> None:
 
 
 def _bare() -> dict[str, str]:
-    """The environment without Python's path, which would bring our packages into the router's process."""
+    """This process's environment without PYTHONPATH, so that the router's process cannot import our packages."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

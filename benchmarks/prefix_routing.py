@@ -4,7 +4,7 @@
     python -m benchmarks.prefix_routing shares [--shares 0.3 0.7] [--rate-per-s 4] [--write]
     python -m benchmarks.prefix_routing regret --traces DIR [--cells 'chat*'] [--write]
 
-`--write` keeps the rows of other cells in the page, so that a table may be made in portions.
+`--write` keeps the rows of other cells in the page, so that a table can be filled by several runs.
 
 table: sessions on H100s with Llama-3.1-8B, at half of the rate that they can compute without a cache, or at `--load`.
 Chats have four turns that begin with one of twenty prompts of 1,000 tokens (Zipf), agents ten turns that begin with one
@@ -192,8 +192,8 @@ def _compare(name: str, arrivals: Sequence[Arrival], size: Size) -> list[str]:
 
 
 def merged(before: str, command: str, rows: Sequence[str]) -> str:
-    """Text with a list of commands and one table: those of `before`, and `rows` in place of its rows of the same cells.
-    A row whose first column is empty belongs to the cell above it.
+    """Add a run to a text that consists of a list of commands and one table: append `command` to the list, and replace
+    the table's rows of the same cells by `rows`. A row whose first column is empty belongs to the cell above it.
     """
     lines = before.splitlines()
     commands = [line for line in lines if line.startswith("- ")]

@@ -81,7 +81,7 @@ LOST = "document.querySelector('#verdict .lost')?.textContent"
 
 @pytest.mark.rotating
 @needs_browser
-def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
+def test_a_burst_causes_a_drop_and_a_restore(page: str) -> None:
     with browser_window() as browser:
         browser.open(page)
         browser.until("document.querySelectorAll('.worker .hull .layer').length === 2 * 48")
@@ -105,7 +105,7 @@ def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
 
 @pytest.mark.rotating
 @needs_browser
-def test_a_killed_worker_comes_back_on_the_page_and_nothing_is_lost(page: str) -> None:
+def test_a_killed_worker_reappears_on_the_page_and_no_request_is_lost(page: str) -> None:
     with browser_window() as browser:
         browser.open(page)
         browser.until("document.querySelectorAll('.worker:not(.down)').length === 2")
@@ -180,7 +180,7 @@ def assert_understood(browser: Browser, width: int) -> None:
 
 
 def assert_seen_together(browser: Browser) -> None:
-    """On a phone, the figures and the memory of both clusters are on one screen while a burst runs."""
+    """On a phone, the figures and the memory of both clusters fit on one screen while a burst runs."""
     browser.resize(390, 844)
     browser.run("document.querySelector('main').scrollIntoView()")
     low = "[...document.querySelectorAll('.cluster')].map(c => c.querySelector('.hull').getBoundingClientRect().bottom)"

@@ -298,7 +298,7 @@ _TAKEN_BACK = (Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 
 
 def test_transitions_keep_their_promises_in_any_history() -> None:
-    """Also checks that transitions end in each way, since a run without some outcome would prove nothing about it."""
+    """Also checks that every outcome of a transition occurs, since otherwise the run would prove nothing about it."""
     ENDINGS.clear()
     run_state_machine_as_test(
         TransitionMachine, settings=settings(max_examples=250, stateful_step_count=60, deadline=None)

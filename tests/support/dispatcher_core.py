@@ -53,7 +53,7 @@ def key(name: str, incarnation: int = 1) -> WorkerKey:
 
 
 def load(**changes: int | bool) -> LoadReport:
-    """The report of an idle worker with 64 blocks of 16 tokens and at most 8 running requests; waiting is unbounded."""
+    """The report of an idle worker: 64 blocks of 16 tokens, at most 8 running requests and an unbounded queue."""
     idle = LoadReport(
         block_tokens=BLOCK_TOKENS,
         block_count=64,
@@ -74,7 +74,7 @@ def load(**changes: int | bool) -> LoadReport:
 
 
 def view_of(load: LoadReport) -> WorkerView:
-    """Routing's view of a worker with this report to which nothing has been submitted since."""
+    """Routing's view of a worker that sent this report and has received no request since."""
     worker = Worker(key=key("w"), address="", group_id="", connected=True, load=load, max_waiting_count=8)
     return worker.view()
 

@@ -51,7 +51,7 @@ class Expected:
 
 
 def _harvest(seed: int) -> Harvest | None:
-    """Two of three clusters have offline work, which may be preempted within a step."""
+    """Limits of offline work, which may be preempted within a step; None for one of three seeds, without such work."""
     cost = CostModel(1e-7, 1e-5, 1e-4, 5e-5)
     return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
 

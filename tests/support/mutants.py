@@ -42,8 +42,8 @@ Patch = Callable[[], None]
 
 
 def instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
-    """A patch that replaces an attribute by `made(attribute)`. Raises AttributeError at once if there is none, so that
-    no mutant outlives what it patches.
+    """A patch that replaces an attribute by `made(attribute)`. Raises AttributeError at once if there is no such
+    attribute, so that a mutant whose target was removed is noticed.
     """
     replaced = getattr(owner, name)
     return lambda: setattr(owner, name, made(replaced))

@@ -85,7 +85,7 @@ def test_returning_while_a_layout_is_written_does_not_make_a_worker_whole() -> N
     assert prepared(planner) == {"w0", "w1"}
 
 
-def test_a_commit_that_one_member_slept_through_ends() -> None:
+def test_a_commit_missed_by_a_paused_member_ends() -> None:
     """w1 is lost between its PREPARED and the Commit, and w0 waits for it over an intact link."""
     planner = Planner()
     planner.start("w0", "w1", "w2")
@@ -122,7 +122,7 @@ def test_an_exchange_without_progress_ends() -> None:
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
-def test_a_step_that_does_not_end_holds_up_no_commit_for_ever() -> None:
+def test_a_step_that_never_ends_does_not_block_a_commit_forever() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -156,7 +156,7 @@ def gone_back(planner: Planner, old: p.StoredLayout | None) -> Planner:
     return later
 
 
-def test_a_journal_that_has_gone_back_behind_a_commit_goes_forward_again() -> None:
+def test_a_journal_rolled_back_before_a_commit_is_committed_again() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -197,7 +197,7 @@ def test_a_layout_is_corrected_by_its_members_reports() -> None:
 
 
 def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
-    """Its links broke while its peer's did not, or its peer's report is lost."""
+    """Its links broke while its peer's links did not, or its peer's report is lost."""
     planner, _ = paired("w2")
     planner.says("w1", alone(planner, "w1", 2, 4))
     planner.wait(1.0)
@@ -207,8 +207,8 @@ def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
     assert prepared(planner) == {"w0", "w1"}
 
 
-def test_members_that_left_are_believed_while_an_operator_asks_again_and_again() -> None:
-    """They refuse each restore, so it is aborted at once. That neither changes the outcome nor delays it."""
+def test_reports_of_members_that_left_count_despite_repeated_operator_requests() -> None:
+    """The members refuse each restore, so it is aborted at once. That neither changes nor delays the outcome."""
     planner, _ = paired("w2")
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
@@ -226,7 +226,7 @@ def test_members_that_left_are_believed_while_an_operator_asks_again_and_again()
 
 
 def test_reports_from_before_a_transition_do_not_show_its_end() -> None:
-    """The monitor is away, so no new reports arrive. That alone must not dissolve a group."""
+    """The monitor is unreachable, so no new reports arrive. That alone must not dissolve a group."""
     planner, _ = paired("w2")
     planner.wait(30.0)
     assert sorted(planner.shape) == ["w0[0:2]+w1[2:4]", "w2[0:4]"]

@@ -64,7 +64,7 @@ def test_allowed_values_validate(grammars: Grammars, branches: list[list[str]]) 
     try:
         right = [value for value in VALUES if allowed(grammars, schema, [value])]
     except InvalidRequest:
-        return  # branches that types cannot tell apart are refused
+        return  # branches that types cannot distinguish are refused
     validator = Draft202012Validator(schema)
     assert [value for value in right if not validator.is_valid([value])] == []
     named = Counter(name for types in branches for name in types)

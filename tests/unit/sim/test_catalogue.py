@@ -104,7 +104,7 @@ def test_the_fitted_model_meets_the_machine_within_a_third() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-14b", "Qwen-2.5-14B", "QWEN2.5 14B", "14b"])
-def test_models_are_found_however_they_are_spelt(name: str) -> None:
+def test_model_names_may_be_spelt_in_several_ways(name: str) -> None:
     assert find_model(name).name == "Qwen2.5-14B"
 
 

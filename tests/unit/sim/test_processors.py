@@ -28,7 +28,7 @@ def test_two_engines_share_processors_with_the_services() -> None:
     assert processors.slowdown(_ONE, 0.030, 0.010, 4) == 1.0
 
 
-def test_a_stage_that_gives_no_tokens_passes_something_on_too() -> None:
+def test_a_stage_without_sampled_tokens_has_message_costs_too() -> None:
     processors = Processors(Contention(processors=1, step_s=0.010, token_s=0.005))
     assert processors.slowdown(_ONE, 0.0, 0.010, 0) == pytest.approx(2.0)
     assert processors.slowdown(_ONE, 0.020, 0.010, 1) == pytest.approx(2.5)

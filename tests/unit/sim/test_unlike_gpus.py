@@ -14,7 +14,7 @@ from tests.support.simulated import options
 
 
 @pytest.mark.rotating
-def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
+def test_a_drop_of_unlike_gpus_keeps_all_kv_correct() -> None:
     """Stages with different block counts exchange KV exactly, and together have more room than alone."""
     wanted = options(cluster="1xA100-40G+1xH100-80G", check_every=5000)
     # Otherwise requests would migrate to the large GPU, and fit there.

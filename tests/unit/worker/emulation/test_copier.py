@@ -31,7 +31,7 @@ def test_a_sequence_continues_from_its_returned_blocks() -> None:
     engine.close()
 
 
-def test_copies_take_as_long_as_the_bytes_that_go_one_way() -> None:
+def test_copies_take_as_long_as_the_bytes_of_one_direction() -> None:
     engine = small_engine()
     block_bytes = engine.memory.kv.shape.block_bytes
     copier = EmulatedCopier(engine.memory, 8, block_bytes * len(_LAYERS) / 0.02)
