@@ -230,7 +230,7 @@ class MonitorShell:
         self._forget: set[WorkerId] = set()
         self._registry_due = asyncio.Event()
         self._labelled: set[WorkerId] = set()  # workers with gauges
-        self._leaders: set[WorkerId] = set()  # groups with gauges
+        self._groups_shown: tuple[GroupDemand, ...] = ()  # groups with gauges
         self._groups_shown_at_s = -math.inf
         self._groups: tuple[GroupDemand, ...] = ()
         self._groups_at_s = -math.inf
@@ -504,13 +504,12 @@ class MonitorShell:
         _CLUSTER_UNDROPPED.set(cluster.undropped_bytes)
         if now_s < self._groups_shown_at_s + _GROUP_GAUGES_INTERVAL_S:
             return
-        self._groups_shown_at_s, shown, groups = now_s, self._groups, self.group_demands()
-        if groups is shown:
+        shown, self._groups_shown, self._groups_shown_at_s = self._groups_shown, self.group_demands(), now_s
+        if self._groups_shown is shown:
             return
-        for leader_id in self._leaders - {group.leader_id for group in groups}:
+        for leader_id in {group.leader_id for group in shown} - {group.leader_id for group in self._groups_shown}:
             _KV_DEMAND.remove(leader_id)
             _KV_CAPACITY.remove(leader_id)
-        self._leaders = {group.leader_id for group in groups}
-        for group in groups:
+        for group in self._groups_shown:
             _KV_DEMAND.labels(group.leader_id).set(group.demand_bytes)
             _KV_CAPACITY.labels(group.leader_id).set(group.capacity_bytes)

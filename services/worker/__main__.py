@@ -81,10 +81,10 @@ class Kit:
     """Parts that depend on the kind of engine."""
 
     engine: LoadedEngine
-    cost: Callable[[], CostModel | None]  # cost of a batch on the stage executed here, for microbatches
+    cost: Callable[[], CostModel | None]  # predicts the duration of a batch on this worker's stage, for microbatches
     costs: OnlineCost | None = None  # learns from step durations
     copier: BlockCopier | None = None  # copies KV to and from host memory, for preempted sequences
-    compile_grammar: CompileGrammar | None = None  # compiles in advance: compiling in the engine would block it
+    compile_grammar: CompileGrammar | None = None  # runs outside the engine's thread, which it would block
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = None  # replaces the usual data plane
     device: str = "emulated"
     lost_rank: Callable[[], str | None] | None = None  # names a rank of this instance that has exited; None: all run
@@ -289,8 +289,8 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
 
 
 def target_of(kit: Kit) -> TokenTarget:
-    """Return the limit on running requests. It needs the costs of all layers, which at the start only an emulated
-    engine knows.
+    """Return the limit on running requests from their time per output token. It needs the costs of all layers, which at
+    the start only an emulated engine knows.
     """
     return TokenTarget(math.inf, _cost_of_all_layers(kit))
 
@@ -459,7 +459,9 @@ class WorkerProcess:
             taking.cancel()
 
     def _announce_grammar(self, grammar: Grammar) -> Future[Any]:
-        """Start compiling a grammar for validation, while the stage that samples compiles it too."""
+        """Start compiling a grammar, so that the request can be validated here. The group's last stage, which samples,
+        compiles it at the same time.
+        """
         self._shell.post_member(GrammarAnnounced(grammar))
         assert self._compile_grammar is not None
         return self._compile_grammar(grammar)

@@ -93,7 +93,7 @@ class WorkerSettings(ServiceSettings):
     """On a GPU, launch decode kernels one by one instead of capturing CUDA graphs."""
     attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
     """Attention kernels on a GPU: Ballast's own (triton), or FlashInfer, an extra, which implies --enforce-eager. auto:
-    triton, as FlashInfer has not been run on a GPU by us."""
+    triton, because we have not run FlashInfer on a GPU."""
     batch_invariant: bool = False
     """On a GPU, use matmul kernels with fixed tiles, so that tokens do not depend on other requests in the batch;
     slower. Not with FlashInfer, several ranks, adapters or transformers. On CPUs this always holds."""
@@ -106,9 +106,9 @@ class WorkerSettings(ServiceSettings):
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
     """Maximum number of running requests. Default: 64; on a GPU 256, with at least 70 GiB of memory 512."""
     tpot_target_s: str | None = None
-    """Target for the mean time per output token, in seconds. Only as many requests are admitted as run within it,
-    according to the learnt costs; the others wait. 0.05, or by class interactive=0.03,default=0.1, or a JSON file with
-    such an object; the strictest target of the running requests applies. Default: none."""
+    """Target for the mean time per output token, in seconds. Requests are admitted only while the predicted time stays
+    within it; the others wait. 0.05, or by class interactive=0.03,default=0.1, or a JSON file with such an object; the
+    strictest target of the running requests applies. Default: none."""
     ttft_target_s: str | None = None
     """Target for the time to first token, in the same format: offline requests (class batch) never delay a first token
     beyond it. See also --preempt-within-step. Default: none."""
@@ -116,8 +116,8 @@ class WorkerSettings(ServiceSettings):
     """Whether an online request may preempt a step of only offline requests between two slices of layers. auto: if such
     a step takes more than a quarter of --ttft-target-s; off: never."""
     offline_slowdown: float = Field(0.25, ge=0, le=10)
-    """Fraction by which offline requests (class batch) may lengthen a step of online decodes without --tpot-target-s;
-    0: only if they cost nothing. A step with an online prompt without a TTFT target is not lengthened."""
+    """Without --tpot-target-s: fraction by which offline requests (class batch) may lengthen a step of online decodes;
+    0: not at all. A step with an online prompt without a TTFT target is not lengthened."""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=1 << 20)
     """Maximum number of tokens of one engine step. Default: 512; on a GPU 2048, with at least 70 GiB of memory 4096,
     160 GiB 8192; never fewer than --max-num-seqs."""

@@ -115,9 +115,8 @@ class Backlog:
 
     def end(self, tracked: Tracked) -> None:
         """Charge the tokens generated for an ended request to its caller."""
-        if not (made_count := len(tracked.output_token_ids) - len(tracked.request.output_token_ids)):
-            return
-        self._classes[tracked.request.priority.rank].serve(tracked.request.caller, made_count)
+        if tracked.made_count:
+            self._classes[tracked.request.priority.rank].serve(tracked.request.caller, tracked.made_count)
 
     def _tally(self, tracked: Tracked, sign: int) -> None:
         caller = tracked.request.caller

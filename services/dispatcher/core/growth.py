@@ -41,7 +41,7 @@ class Growth:
     def leave(self, tracked: Tracked, *, ended: bool) -> None:
         """Remove a request. `ended`: its answer is complete."""
         one = self._classes[tracked.request.priority]
-        one.gone_tokens += len(tracked.output_token_ids)
+        one.gone_tokens += tracked.made_count
         one.new_count += ended
 
     def is_due(self, at_s: float) -> bool:
@@ -61,7 +61,7 @@ class Growth:
         """Return the total tokens of all answers by class, including those of removed requests."""
         totals = {priority: one.gone_tokens for priority, one in self._classes.items()}
         for tracked in live:
-            totals[tracked.request.priority] += len(tracked.output_token_ids)
+            totals[tracked.request.priority] += tracked.made_count
         return totals
 
     def check(self, live: Iterable[Tracked]) -> None:

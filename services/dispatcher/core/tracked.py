@@ -56,6 +56,11 @@ class Tracked:
         """Number of prompt tokens and output tokens so far, with which an attempt starts."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def made_count(self) -> int:
+        """Number of output tokens that this dispatcher has received, as opposed to those of earlier attempts."""
+        return len(self.output_token_ids) - len(self.request.output_token_ids)
+
     def facts(self, at_s: float) -> Facts:
         waited_s = at_s - self.queued_at_s if self.worker is None and not self.moving else 0.0
         first_s = self.first_token_at_s

@@ -190,11 +190,14 @@ class PlannerCore:
         stored, first = event.stored, not self.store.is_read
         self.store.loaded(stored, self.layout.epoch, event.at_s)
         commands: list[p.Command] = []
+        journal = stored.journal if stored is not None else None
         newer = stored is not None and stored.layout.epoch > self.layout.epoch
         if stored is not None and newer:
+            if journal is None or journal.epoch != stored.layout.epoch:  # stored outside a transition
+                self.kept_out.regrouped(self.layout, stored.layout, self.conductor.age_s, event.at_s)
+            self.conductor.failed = ()
             self.layout, self.layout_model, self.partial = stored.layout, stored.model, stored.partial
             commands.append(p.Publish(self.layout, event.cause_id))
-        journal = stored.journal if stored is not None else None
         if not self.active:
             self.conductor.observe(journal)
             return commands

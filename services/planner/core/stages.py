@@ -80,7 +80,8 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
         Stage.COMMITTING: StageRow(
             next=MappingProxyType({Stage.EXCHANGING: "every remaining member has the new layout"}),
             deadline=_always("commit_timeout_s"),
-            way_out="members without the new layout count as lost, and stay out of it until they hold all layers",
+            way_out="members without the new layout count as lost, with the others of their groups that are not done,"
+            " and stay out of it until they hold all layers",
         ),
         Stage.EXCHANGING: StageRow(
             next=MappingProxyType({Stage.DONE: "every remaining member has all its KV"}),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Layout, peers_of
+from ballast.common.layout import Layout, members_of, peers_of
 from ballast.common.transition import Phase, Status, TransitionKind
 from services.planner.core.stages import STAGES, CoordinatorRules, Stage, check_step
 
@@ -288,6 +288,10 @@ class Coordinator:
         rules, limit_s = self.rules, STAGES[self.stage].deadline_s(self.journal.kind, self.rules)
         since_s = self._progress_s if self.stage is Stage.EXCHANGING else self._entered_s
         if self.stage is not Stage.PREPARING and at_s - since_s >= limit_s:
+            if self.decided:  # the next plan dissolves these groups in any case
+                groups = [members_of(group) for group in self.journal.target.groups]
+                late = [group for group in groups if not set(group).isdisjoint(waited_for)]
+                waited_for = [w for group in late for w in group if self._said[w] is not Phase.DONE]
             return dict.fromkeys(waited_for, f"{self.stage} for {limit_s:g} s")
         bereaved = self.decided and at_s - max(self._first_loss_s, self._entered_s) >= rules.bereaved_s
         return {w: self._why_bereaved(w) for w in waited_for if self._why_bereaved(w)} if bereaved else {}

@@ -17,11 +17,13 @@ def likely_partners(
     """
     order = [(member, place) for place, group in enumerate(layout.groups) for member in group.members]
     staying = [(member, place) for member, place in order if member.data_address and member.takes_new]
+    free = [(member, place) for member, place in staying if member.worker_id not in apart]
 
     def nearest(index: int) -> list[Member]:
-        group = staying[index][1]
-        others = [i for i, (member, _) in enumerate(staying) if i != index and member.worker_id not in apart]
-        others.sort(key=lambda i: (staying[i][1] != group, abs(i - index), i))
-        return [] if staying[index][0].worker_id in apart else [staying[i][0] for i in others[:most]]
+        near = range(max(0, index - most), min(len(free), index + most + 1))  # holds them all: groups are contiguous
+        others = [i for i in near if i != index]
+        others.sort(key=lambda i: (free[i][1] != free[index][1], abs(i - index), i))
+        return [free[i][0] for i in others[:most]]
 
-    return [(member, nearest(index)) for index, (member, _) in enumerate(staying)]
+    without = [(member, ()) for member, _ in staying if member.worker_id in apart]
+    return [*((member, nearest(index)) for index, (member, _) in enumerate(free)), *without]

@@ -41,7 +41,7 @@ _LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a handed-over sequen
 _REMEMBERED = 256  # ended migrations whose ids are remembered
 _NEARLY = 2  # with fewer whole blocks missing, the next span is the last one
 _SOON_S = 0.1  # time within which the KV that existed at the offer arrives, unless the link is slow
-_MOST_WAIT_S = 0.3  # maximum time for which prompts are held back to let one migration end
+_MOST_WAIT_S = 0.3  # maximum time for which prompts are held back to let one migration finish
 
 
 class ArrivalPhase(Enum):
@@ -262,7 +262,7 @@ class KvArrivals:
     # ------------------------------------------------------------ end of a migration
 
     def _quiet(self, arrival: _KvArrival) -> list[TargetCommand]:
-        """End a stopped migration: all writes for it have completed or been cancelled."""
+        """End a stopped migration, now that all writes for it have completed or been cancelled."""
         arrival.kv_tokens = 0
         if arrival.snapshot is not None:
             return self._take(arrival)

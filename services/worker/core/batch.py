@@ -100,7 +100,7 @@ class Batch:
     # The next three fields are set by the stages:
     quiet_s: float = 0.0  # idle time before this batch
     memory_is_awaited: bool = False  # requests wait for KV blocks
-    failure: str = ""  # why a stage failed to run it; empty if none did. Later stages get it without slices
+    failure: str = ""  # why a stage failed to run it, or empty; later stages then get it without slices
     copies: tuple[SwapCopy, ...] = ()
     named: tuple[NamedBlocks, ...] = ()
     forgotten: NumberRuns = ()

@@ -201,7 +201,7 @@ class BlockBook:
             self.compaction_count += 1  # its KV is in other blocks now
             self._give_back(own[:block_count])
 
-    # ---------------------------------------------------------------- giving back
+    # ---------------------------------------------------------------- release
 
     def release(self, sequence_id: SequenceId) -> int:
         """Release all blocks of a sequence. Returns their number: 0 if it held none."""

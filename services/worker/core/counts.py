@@ -53,7 +53,7 @@ class GroupCounts:
         self.block_count = block_count
         self.lent_block_count = 0
         self.expected_block_count = 0  # blocks reserved for sequences that are being migrated here
-        self.expected_count = 0  # number of these sequences
+        self.expected_count = 0  # number of sequences that are being migrated here
         self.ceiling_block_count = block_count  # blocks available now, or after the transition in progress
         self.admission_limit: int | None = None  # no sequence is admitted while more blocks are in use; None: no limit
         self.target = policies.target  # limits admissions by the time per output token
@@ -134,7 +134,9 @@ class GroupCounts:
 
     @property
     def wanted_by_waiting(self) -> tuple[int, int]:
-        """Blocks, and tokens to be computed, that waiting online sequences need; shared blocks count once."""
+        """Number of blocks that waiting online sequences need, shared ones counted once, and of tokens to compute for
+        them.
+        """
         return self.prefixes.wanted([(s, self.need(s)) for s in self.line.all_online])
 
     @property
@@ -211,8 +213,8 @@ class GroupCounts:
         return self.free_block_count >= 0 and self.running_count <= self.max_running_count
 
     def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
-        """Set the number of blocks. `before_block_count`: a larger number that may be available again soon; sequences
-        that need it wait instead of ending with an error.
+        """Set the number of blocks. `lent_block_count`: see `CapacityChanged`. `before_block_count`: a larger number
+        that may be available again soon; sequences that need it wait instead of ending with an error.
         """
         self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
@@ -238,8 +240,8 @@ class GroupCounts:
         self._reserve(sequence, -sequence.reserved_block_count)
 
     def share(self, sequence: Sequence, numbers: Collection[BlockNumber]) -> None:
-        """Count the first blocks of a suspended sequence, those with these `numbers`, only once for all sequences that
-        share them. Sequences that wait for room are included.
+        """Count the first blocks of a suspended sequence, which have these `numbers`, only once for all sequences that
+        share them, including those that wait for room.
         """
         self._reserve(sequence, max(0, len(numbers) - sequence.reserved_block_count))
         self.reserved_block_count -= self.prefixes.hold(sequence.sequence_id, numbers)

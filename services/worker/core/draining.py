@@ -64,9 +64,9 @@ class Draining:
         return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
 
     def has_progress(self, now_s: float, group: GroupScheduler) -> bool:
-        """True if progress must be reported to the planner, which otherwise ends the phase: sequences have left, or
-        have generated tokens `_TELLS_EVERY_S` after the last report. Progress counts as reported once this returns
-        True.
+        """True if progress must be reported to the planner, which would otherwise end the phase. Progress means that
+        sequences have left or, `_TELLS_EVERY_S` after the last report, that tokens were generated. It counts as
+        reported once this returns True.
         """
         if (count := len(group.sequences)) < self._left_count:
             self._left_count, self._left_s = count, now_s

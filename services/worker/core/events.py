@@ -129,13 +129,14 @@ class DrainRequested:
 class CapacityChanged:
     """The smallest stage of the group has `block_count` blocks, or will soon.
 
-    If more are reserved, the latest sequences of the lowest class are preempted; those in flight, when their batch
-    completes. Blocks may be removed once the core is `settled`. A sequence larger than `block_count` ends with ERROR.
+    If more are reserved, the latest sequences of the lowest class are preempted; sequences in flight only when their
+    batch completes. Blocks may be removed once the core is `settled`. A sequence larger than `block_count` ends with
+    ERROR.
     """
 
     at_s: float
     block_count: int
-    lent_block_count: int = 0  # number of these blocks with KV that waits for room or has not been adopted yet
+    lent_block_count: int = 0  # number of these blocks whose KV waits for room or is not adopted yet
     before_block_count: int = 0  # not 0: blocks that may be available again soon; larger sequences wait for them
     swap_block_count: int | None = None  # blocks of host memory on the smallest stage; None: unchanged
 
@@ -251,7 +252,7 @@ class RoomWanted:
 
 @dataclass(frozen=True, slots=True)
 class OfflinePaused:
-    """The group is about to change: preempt its offline sequences; those in flight, when their batch completes. None is
+    """The group is about to change: preempt its offline sequences, those in flight when their batch completes. None is
     admitted while `paused`.
     """
 

@@ -192,7 +192,7 @@ class GroupScheduler:
         offline = self.scheduler.offline
         if offline:  # their blocks become free once they are preempted
             free_count = min(free_count, self.scheduler.free_block_count)
-        # Sequences that ended, or yield when their batch completes, hold their blocks until then.
+        # Sequences that have ended, or are preempted when their batch completes, hold their blocks until then.
         if block_count > free_count and (self.batches_in_flight.needs_release_batch or offline):
             return f"{free_count} blocks are free before the next batch, but {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)

@@ -30,7 +30,7 @@ class Handovers:
     def __init__(self, limits: WorkerLimits, request_table: RequestTable) -> None:
         self._limits = limits
         self._request_table = request_table
-        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # receivers of KV that left before its request
+        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # request -> receiver of its KV
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0
@@ -156,7 +156,9 @@ class Handovers:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
 
     def kept(self, request_id: RequestId) -> Sequence | None:
-        """The sequence that represents the request's KV, or the notice that it has none, from another leader."""
+        """The sequence that stands for the request's KV at another leader, or for the notice that there is none; None
+        if neither has been announced.
+        """
         return self._request_table.kept.get(request_id)
 
     def wait(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float) -> None:

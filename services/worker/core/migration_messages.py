@@ -178,7 +178,7 @@ class Report:
     with_kv: bool  # True: moved with its KV, so no token is recomputed
     rounds: int  # copy rounds while the sequence was decoding
     copied_blocks: int  # blocks copied in those rounds
-    last_blocks: int  # from its last step here until the target reported that it runs
+    last_blocks: int  # blocks sent in the last span
     took_s: float
     downtime_s: float  # from its last step here until the target has reported that it runs
 

@@ -27,7 +27,7 @@ from services.worker.core.spans import Hop, Key, KvRange, Piece, StageLayers, ho
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
 _TOGETHER_BYTES = 1 << 20  # maximum size of a transfer of several sequences, which all wait for its end
-_TOGETHER = 32  # maximum pieces in such a transfer; whose header lists them
+_TOGETHER = 32  # maximum pieces in such a transfer, whose header lists them
 _BEHIND_EXCHANGE = 1 << 40  # send rank of KV of background migrations, after every sequence of an exchange
 
 _Move = tuple[int, SequenceId]  # `Piece.move` and the sequence
@@ -104,7 +104,7 @@ class _Coming:
 class _Exchange:
     """Outgoing KV of one transition."""
 
-    book: BlockBook  # block tables of the previous layout; in a restore, KV is expected in another book
+    book: BlockBook  # block tables of the previous layout; in a restore, KV is received into another book
     retired: BlockBook | None = None  # block tables of the layers that this member has dropped
     ordered: dict[_Going, BlockRange] = field(default_factory=dict[_Going, BlockRange])
     asked: set[_Going] = field(default_factory=set[_Going])
@@ -112,7 +112,7 @@ class _Exchange:
         default_factory=dict[WorkerId, list[BlockRange]]
     )  # sent by the next `flush`
     to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # to request
-    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # link is full
+    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # while the link is full
     given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # sequences sent in this wave
 
 

@@ -41,7 +41,7 @@ def _online_view(sequence: Sequence, at_s: float) -> OnlineView:
 class OfflineWork:
     def __init__(self, limits: WorkerLimits, harvest: Harvest) -> None:
         self.yields_total = 0
-        self.lost_tokens_total = 0  # computed, then dropped and recomputed
+        self.lost_tokens_total = 0  # tokens computed, then dropped and recomputed
         self.preemptions_total = 0  # batches preempted within their step
         self.paused = False  # True: no offline sequence runs or is admitted
         self._limits = limits

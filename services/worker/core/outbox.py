@@ -7,7 +7,7 @@ from services.worker.core.batch import TokenLogprobs
 from services.worker.core.events import Emit, Ending, SequenceKey
 from services.worker.core.sequence import Sequence as Running
 
-_MANY_MARKS = 64  # so many marks, of 16,384 tokens together, are sent without waiting for other output
+_MANY_MARKS = 64  # this many marks (16,384 tokens) are sent without waiting for other output
 
 
 class _Letter:

@@ -47,7 +47,7 @@ class On:
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    to: State | None  # None: unchanged, and `when` is false afterwards
+    to: State | None  # None: unchanged; `do` then makes `when` false
     do: Callable[[S], list[t.Command]] | None
     when: Callable[[S], bool]
 

@@ -25,7 +25,7 @@ class PlainSteps:
         self.block_tokens = block_tokens
         self.context_tokens = sum([s.token_count for s in sequences])  # context of the first step, including its inputs
         self._growth = growth  # step number modulo block size -> blocks reserved before that step
-        self._early = early  # steps at which a sequence does not need its block yet; repeated per sequence
+        self._early = early  # step numbers, one per sequence that does not need its block at that step yet
 
     def growth(self, step: int) -> int:
         """Number of blocks to be reserved before this step (counted from 0)."""

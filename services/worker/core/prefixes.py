@@ -170,9 +170,9 @@ class PrefixIndex:
         return Counter(n for s in sequences for n in self._held.get(s.sequence_id, ()) if n is not None)
 
     def wanted(self, waiting: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
-        """Return the number of blocks that sequences need together, and of tokens to compute. Shared blocks and tokens
-        count once; cached tokens need no computation and held blocks no room. `waiting`: each sequence with the blocks
-        that it needs alone.
+        """Return how many blocks these sequences need in total, and how many tokens must be computed for them. Shared
+        blocks and tokens count once; cached tokens need no computation and held blocks no room. `waiting`: each
+        sequence with the blocks that it needs alone.
         """
         size, block_count, token_count = self._block_tokens, 0, 0
         keys = set[BlockKey]()
@@ -338,7 +338,7 @@ class PrefixIndex:
                 self._forget(number)
             else:
                 number, used_at_s = self._retained.popitem(last=False)
-                if not self._forget(number, used_at_s) and not len(self._host):  # else most older ones are on the host
+                if not self._forget(number, used_at_s) and not len(self._host):  # the host holds most older ones
                     self._kept_since_s = used_at_s
 
     def _forget(self, number: BlockNumber, used_at_s: float = 0.0) -> bool:

@@ -74,7 +74,7 @@ def load_of(
         waiting_count += one.line.count
         block_count, token_count = one.wanted_by_waiting
         waiting_block_count += block_count
-        waiting_tokens = token_count  # of the last group, which is the current one
+        waiting_tokens = token_count  # after the loop: of the current group, which is the last one
         if one.swap.entries:
             away = one.swap.away
             waiting_count += len(away) + one.swap.leaving_count
@@ -88,7 +88,7 @@ def load_of(
     for one in leaving:
         max_running_count += one.running_count
         spare_block_count += max(0, one.free_block_count)
-    # Blocks of a draining group next to this one count as used, since this group gets them later.
+    # Blocks of a group that is still draining count as used, since this group gets them later.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
     used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
     longest = max([s for one in groups for s in one.online], key=_token_count, default=None)

@@ -4,10 +4,10 @@ The scheduler knows the number of blocks (in a pipeline the minimum over the sta
 reservation, but no block ids. Every stage has its own tables (`core.blocks.BlockBook`) and can provide the blocks that
 the counts allow.
 
-Order of service is (class, arrival). Classes decide who is admitted first and who is preempted when the cache is full.
-A running online sequence is preempted for a waiting one only if its caller holds much more than the other caller, and
-never for a sequence of a worse class (`policy.preemption`). Any online sequence may preempt offline sequences, whose
-blocks count as free for it (`core.offline`).
+Order of service is (class, arrival). Classes decide which sequences are admitted first, and which are preempted when
+the cache is full. A running online sequence is preempted for a waiting one only if its caller holds much more than the
+other caller, and never for a sequence of a worse class (`policy.preemption`). Any online sequence may preempt offline
+sequences, whose blocks count as free for it (`core.offline`).
 
 With several batches in flight, a sequence in one of them can be neither scheduled nor preempted. A sequence that needs
 such a victim's block skips a batch. Because it precedes the victim in the order of service, it gets the block first
@@ -52,7 +52,7 @@ class Scheduler(GroupCounts):
 
     @property
     def decides_nothing(self) -> bool:
-        """True if the next plan admits and defers no sequence, provided that no block is lacking."""
+        """True if the next plan will neither admit nor defer a sequence, unless blocks run out."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
         if self.line.offline_count or self.line.overtakes or self.swap.entries or self.offline or self._keeps_on_host:
@@ -60,7 +60,7 @@ class Scheduler(GroupCounts):
         head = self._head()
         if head is None:
             return self.settled
-        claims = any(s.caller != head.caller for s in self.running)  # once these hold more, the head may claim blocks
+        claims = any(s.caller != head.caller for s in self.running)  # the head may claim blocks once these hold more
         return self.settled and not claims and self._preemption_candidates(head, 0) is None
 
     def has_ready_ahead(self, completed_step_id: int) -> bool:

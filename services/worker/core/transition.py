@@ -49,8 +49,8 @@ def reception(
 
 @dataclass(frozen=True, slots=True)
 class LostStage:
-    """A lost follower of the current group. The other members keep their KV until `until_s`, so that an instance that
-    serves alone can take over the follower's layers through a plan whose target puts it in that place.
+    """A lost follower of the current group. The other members keep their KV until `until_s`: until then, a plan may
+    give the follower's layers to an instance that serves alone (a stand-in).
     """
 
     epoch: Epoch  # epoch of the group
@@ -59,7 +59,7 @@ class LostStage:
     until_s: float
 
     def waits(self, now_s: float, transition: "Transition | None") -> bool:
-        """True while such a plan may still arrive or is being executed."""
+        """True while a plan with a stand-in may still arrive or is being executed."""
         if transition is None or self.peer not in transition.part.lost:
             return now_s < self.until_s
         return transition.phase not in (Phase.FAILED, Phase.ABORTED)

@@ -411,7 +411,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSent:
-    """Reuse the room of KV in dropped layers, which has been sent for the waves so far, and report the capacity to the
+    """Reuse the memory of KV in dropped layers that has been sent in the waves so far, and report the capacity to the
     leader.
     """
 

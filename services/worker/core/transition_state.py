@@ -129,7 +129,7 @@ class TransitionState:
         return [*self._epoch_ends(), *self.take_up()]
 
     def may_follow(self) -> bool:
-        """True if this follower has its leader's notice. A new member needs none."""
+        """True if this follower's old leader has announced the end of its batches. A new member has no old leader."""
         return not self.led_before and (self.epoch_ended or self.part.old is None)
 
     def take_up(self, _: t.CommitRequested | None = None) -> Commands:
@@ -172,8 +172,8 @@ class TransitionState:
         return self._epoch_ends()
 
     def group_ended(self) -> bool:
-        """True if the draining group has ended, or on a follower if a member is lost. A leader first hands over all
-        sequences if a member is lost.
+        """True if the draining group has ended. If a member is lost, followers end it at once, but a leader first hands
+        over all sequences.
         """
         return self.epoch_ended or (bool(self.lost) and not self.led_before)
 
@@ -230,7 +230,7 @@ class TransitionState:
     # ------------------------------------------------------------ exchange
 
     def is_next_roster(self, event: t.RosterReceived) -> bool:
-        """True for the next roster of that leader. Notices from a lost member are ignored."""
+        """True if this is the next roster of that leader. Rosters of a lost member are ignored."""
         known = event.source in self.part.rosters_from and event.source not in self.closed | self.lost
         return known and event.wave == self.waves.get(event.source, 0)
 

@@ -1,6 +1,6 @@
 """Admission of running sequences to a new group, in waves bounded by free blocks (pure).
 
-A sender needs the room of KV until that has been sent. After a drop at full memory all KV fits in the end, but not
+A sender needs the memory of KV until the KV has been sent. After a drop at full memory all KV fits in the end, but not
 while it is stored twice, so sequences move in waves. Those of the first wave reserve blocks at once. The others are
 suspended, and their KV stays in place; meanwhile they hold blocks on stages that keep some of their layers. When a wave
 has been sent and received, its senders free its room, and as many other sequences as fit form the next wave. No KV is

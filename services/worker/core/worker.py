@@ -323,7 +323,7 @@ class WorkerCore:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        """Latest time for the next Tick. It may be too early, because its sequence may have ended."""
+        """Time at which the next Tick is due. It may be too early, because its sequence may have ended."""
         return self._request_table.next_deadline_at_s
 
     @property
@@ -454,8 +454,8 @@ class WorkerCore:
             self._stale_events_total += 1
 
     def _shed(self, at_s: float) -> None:
-        """Preempt until reservations fit, after sequences have ended. If the next one to preempt was in flight and has
-        ended, its successor may be in no batch and thus be preempted now.
+        """Preempt until reservations fit, after sequences have ended. The next victim may have been in flight and
+        ended; the one after it may be in no batch, so that it can be preempted now.
         """
         for group_scheduler in self._group_schedulers:
             group_scheduler.shed(at_s)

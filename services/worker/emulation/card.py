@@ -1,4 +1,4 @@
-"""All network cards of an instance, modelled as one that sends bulk transfers one after another, by priority.
+"""All network cards of an instance, modelled as one that sends bulk transfers one after another, in order of priority.
 
 Only marks (see `phantom`) are transferred, but a transfer takes as long as its bytes would. Receivers' cards are not
 modelled. Concurrent reception halves the rate, like in the simulator, because both directions share the card.

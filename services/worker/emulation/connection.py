@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 3
-_LEAST_WAIT_S = 0.0005  # shorter waits are skipped, because two event loops take that long
+_LEAST_WAIT_S = 0.0005  # shorter waits are skipped, because passing a message to the other event loop takes that long
 _CLOSE_WITHIN_S = 2.0
 _OPEN_WITHIN_S = 5.0
 _LOOK_S = 10.0  # interval of idle checks
@@ -187,7 +187,7 @@ class EmulatedConnection(Connection):
         return number in self._sendings
 
     def reprioritise(self, number: int, traffic: TrafficClass, rank: int) -> bool:
-        """Always False, because an emulated card keeps the order."""
+        """Return False, because an emulated card never reorders transfers."""
         return False
 
     def end_transfers(self, epoch: int, why: str) -> None:

@@ -21,8 +21,8 @@ from services.worker.engine.upload import upload
 
 _TILE_FIELDS = 8
 _MIN_DOT = 16  # smallest dimension of a matrix product on tensor cores
-_LEAST_PART = 512  # context tokens of a decode per program, at least
-_MOST_PARTS = 32  # parts of a decode's context: 256 programs with 8 KV heads, two per multiprocessor of an H100
+_LEAST_PART = 512  # minimum context tokens of a decode per program
+_MOST_PARTS = 32  # maximum parts of a decode's context: with 8 KV heads 256 programs, two per multiprocessor of an H100
 # Limits of a recorded step. Programs without a tile are cheap but not free; a program with several tiles loops over
 # them.
 _MOST_TILES, _LEAST_PROGRAMS, _PROGRAMS_PER_ROW = 8192, 64, 2
@@ -38,7 +38,7 @@ class Tiling(NamedTuple):
     chunk_tokens: int
     chunk_warps: int = 4
     chunk_stages: int = 3
-    chunk_unmasked: bool = False  # most tiles need no mask: saves instructions, takes registers
+    chunk_unmasked: bool = False  # a loop without masks for most tiles: fewer instructions, more registers
 
 
 def tiling(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, capability: Capability) -> Tiling:

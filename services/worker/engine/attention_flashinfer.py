@@ -178,7 +178,7 @@ def require_version(version: str) -> None:
     """Raise ConfigError if the version is too old."""
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _LEAST_VERSION:
         least = ".".join(str(part) for part in _LEAST_VERSION)
-        raise ConfigError("attention_backend", f"flashinfer {version} is too old, {least} is the least")
+        raise ConfigError("attention_backend", f"flashinfer {version} is too old, at least {least} is required")
 
 
 def _refused(why: str) -> ConfigError:

@@ -201,7 +201,7 @@ def _places_by_index(model_dir: Path, index: Path) -> dict[str, Path]:
     places: dict[str, Path] = {}
     for name, file in cast(dict[str, object], weight_map).items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise ConfigError(f"{index}: weight_map.{name}", f"must name a file beside the index, got {file!r}")
+            raise ConfigError(f"{index}: weight_map.{name}", f"must name a file in the index's folder, got {file!r}")
         places[name] = model_dir / file
     for path in sorted(set(places.values())):
         if not path.exists():

@@ -22,7 +22,7 @@ from services.worker.engine.implementation import StageModel
 from services.worker.engine.packing import PackedStep
 
 _MOST_ROWS = 512
-_MOST_RANGES = 4  # in addition to all layers: a recording takes some MiB of device memory
+_MOST_RANGES = 4  # in addition to all layers; limited because a recording takes some MiB of device memory
 
 
 class Record(Protocol):

@@ -2,7 +2,7 @@
 
 Its forward always runs as a whole; each layer is wrapped and checks whether it is in the range. Layers outside pass
 their input through, and the first layer of the range starts from the hidden states of the previous stage. Everything
-that a model family does before, after and around its layers is thus its own code. The sequences of a step are
+that a model family does before, after and around its layers is thus done by its own code. The sequences of a step are
 concatenated to one row of a batch; only attention separates them, according to the layout of the current step.
 """
 

@@ -77,7 +77,7 @@ def _norm(module: Any, by_torch: _Forward, kernels: Kernels, active: Callable[[]
 
 
 def _with_rotation(forward: FunctionType, kernels: Kernels, active: Callable[[], bool]) -> FunctionType:
-    """The same function, in whose module `apply_rotary_pos_emb` is the kernel."""
+    """Return a copy of `forward` that rotates with the kernel instead of its module's `apply_rotary_pos_emb`."""
     by_torch = forward.__globals__[_ROTATE]
 
     def rotate(

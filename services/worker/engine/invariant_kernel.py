@@ -24,7 +24,7 @@ def multiply(
     PRECISION: tl.constexpr,
 ):
     """x @ weight.T + bias, one program per tile of the result. Each element is summed over K in the same order by the
-    same instructions, whatever T is and wherever its row lies.
+    same instructions, for any T and any place of its row.
     """
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     output = tl.program_id(1).to(tl.int64) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)

@@ -14,7 +14,7 @@ from ballast.common.extras import lacking
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _TILE_ROWS, _TILE_SIZE, _WARPS, _STAGES = 64, 64, 4, 3
-_MANY_OUTPUTS = 8192  # from here on, tiles of 64 outputs still give every multiprocessor a program
+_MANY_OUTPUTS = 8192  # with this many outputs, tiles of 64 still give every multiprocessor a program
 
 # x @ weight.T + bias, written to `out` if that is faster: (x [T, K], weight, bias, out [T, N] or empty)
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]

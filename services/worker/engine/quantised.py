@@ -330,7 +330,7 @@ def _block(where: str, rows: int, columns: int, grid: tuple[int, ...], config: M
         told = told or (group.get("weights") or {}).get("block_structure")
     block = tuple(told) if isinstance(told, list) and len(cast("list[Any]", told)) == 2 else ()
     if len(block) != 2 or (-(-rows // block[0]), -(-columns // block[1])) != grid:
-        raise ConfigError(where, f"has scales of shape {list(grid)}, config.json tells of blocks of {list(block)}")
+        raise ConfigError(where, f"has scales of shape {list(grid)}, config.json has blocks of {list(block)}")
     return block
 
 

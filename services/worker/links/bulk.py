@@ -103,7 +103,7 @@ class BulkSender:
             min(config.most_chunk_bytes, config.max_message_bytes),
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
         )
-        self._free_since_s = 0.0  # from this time on only the link's speed limits bulk
+        self._free_since_s = 0.0  # since this time only the link's speed has limited bulk
         self._last_end_s = 0.0  # when the last chunk was completed
         self._share = 1.0  # fraction of link time allowed to the last chunk's class: see `_share_of`
         self._in_background = False  # the last chunk was of parameters

@@ -284,7 +284,7 @@ class Connection(ABC):
             self._changed.notify_all()
 
     def peer_left(self, epoch: int, *, abandoned: bool = False) -> None:
-        """Handle the peer's end of an epoch. `abandoned`: it had not heard that this side has joined."""
+        """Handle the peer's end of an epoch. `abandoned`: it left before it knew that this side had joined."""
         with self._changed:
             was_joined = epoch in self._peer_epochs
             self._peer_epochs.discard(epoch)
@@ -334,7 +334,7 @@ class Connection(ABC):
         """Notify the peer that this side joins an epoch (sent before its messages) or leaves it (sent after them)."""
 
     def tell_abandoned(self, epoch: int) -> None:
-        """Notify the peer that this side leaves an epoch without having heard that the peer has joined it."""
+        """Notify the peer that this side leaves an epoch without knowing whether the peer has joined it."""
         self.tell(FrameKind.LEAVE, epoch)
 
     @abstractmethod

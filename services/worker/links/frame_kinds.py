@@ -13,4 +13,4 @@ class FrameKind(IntEnum):
     KEEPALIVE = 7
     CLOSE = 8  # the last frame on its lane
     JOIN = 9  # urgent: the sender takes part in this epoch from now on
-    LEAVE = 10  # urgent: the sender no longer takes part; stream 1: it had not heard that the receiver does
+    LEAVE = 10  # urgent: the sender no longer takes part; stream 1: it did not know that the receiver does

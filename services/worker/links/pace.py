@@ -74,7 +74,7 @@ class ChunkSize:
             self._chunks, self._bytes, self._seconds = 0, 0, 0.0
 
     def bytes_for(self, stage_s: float | None) -> int:
-        """Return the chunk size of the link while the stage takes `stage_s`; None: that is unknown."""
+        """Return the chunk size of the link while a step of the stage takes `stage_s`; None: unknown."""
         rate = self.rate_bytes_per_s
         if stage_s is None or rate is None:
             return self._start_bytes

@@ -27,7 +27,7 @@ class UrgentHandlers:
     on_message: Callable[[Link, Message], None]
     on_answer: Callable[[int, TransferOutcome, str], None]  # called with answers to this side's transfers
     on_join: Callable[[int], None]
-    on_leave: Callable[[int, bool], None]  # True: the peer had not heard that this side has joined
+    on_leave: Callable[[int, bool], None]  # True: the peer did not know that this side had joined
     on_close: Callable[[], None]
 
 

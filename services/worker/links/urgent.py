@@ -224,7 +224,7 @@ class UrgentSender:
                 counted.waited_s += time.monotonic() - outgoing.queued_at_s
 
     def _next_to_post(self) -> _UrgentMessage | None:
-        """Return the next message of the queue; with an emulated wire, only once it has crossed that."""
+        """Return the next message of the queue; with an emulated wire, only once the message has crossed it."""
         if self._wire is None:
             return heapq.heappop(self._queue) if self._has_ready else None
         if self._crossing is None:

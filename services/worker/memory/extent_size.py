@@ -13,8 +13,8 @@ def choose_extent_bytes(
     granularity_bytes: int, budget_bytes: int, layer_bytes: Sequence[int], other_bytes: int = 0
 ) -> int:
     """Return the extent size: a sixteenth of the largest layer's parameters, or of a layer's KV if all layers are held
-    and that is less. It may be reduced to half of that if less memory is lost by rounding. It is large enough for fast
-    drops and for mapping the whole budget fast.
+    and that is less. A size down to half of that is chosen if rounding then wastes less memory. Extents are large
+    enough for fast drops and for mapping the whole budget fast.
     """
     kv_bytes = max(0, budget_bytes - sum(layer_bytes) - other_bytes) // max(1, len(layer_bytes))
     fine_bytes = -(-min(max(layer_bytes, default=0), kv_bytes) // _EXTENTS_PER_LAYER)

@@ -141,8 +141,8 @@ class ParameterStore:
         return self._others[name].layout_digest
 
     def layout(self, layer: int) -> bytes:
-        """Return a hash (8 bytes) of names, shapes and dtypes. A layer's bytes may be copied between two stores if it
-        is equal.
+        """Return a hash (8 bytes) of names, shapes and dtypes. A layer's bytes may be copied between two stores only if
+        their hashes are equal.
         """
         return b"".join(store._layers[layer].layout_digest for store in self.of_ranks)
 

@@ -129,7 +129,7 @@ class TransitionDriver:
         self._stage.run_early()
 
     def _pause_offline(self, *, paused: bool) -> None:
-        """Preempt offline sequences before the group changes, so that their KV is neither moved nor takes room."""
+        """Preempt offline sequences before the group changes, so that their KV is not moved and takes no room."""
         if paused != self._offline_paused:
             self._offline_paused = paused
             self._answers.tell(OfflinePaused(self._now(), paused))
@@ -478,8 +478,8 @@ class TransitionDriver:
         return t.TakenUp(self._now(), transition.epoch, own)
 
     def _dissolve(self) -> Sequence[t.Event | e.RosterArrived]:
-        """Between two batches: begin to serve alone while the old group drains. Then handle rosters of peers that were
-        faster.
+        """Between two batches: begin to serve alone while the old group drains. Then handle the rosters that arrived
+        early from faster peers.
         """
         transition, now_s, role, context = self._current(), self._now(), self._role, self._context
         progress = self._published.counted

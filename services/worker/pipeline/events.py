@@ -60,7 +60,7 @@ class BatchArrived(MemberEvent):
 
     @property
     def preempts(self) -> bool:
-        """True if the batch interrupts an offline step: it has online work, or another stage has preempted it."""
+        """True if the batch interrupts an offline step, because of online work or a preemption on another stage."""
         return self.batch.failure == PREEMPTED or bool(self.batch.slices and not self.batch.safepoint_layers)
 
 

@@ -55,8 +55,8 @@ class GrammarsAhead:
             self._waiting.append(self._compile(grammar))
 
     def _tell(self, grammar: Grammar) -> None:
-        """Announce a grammar to the last stage, unless it is among the latest announced ones, of which that stage
-        caches as many.
+        """Announce a grammar to the last stage, unless that stage has it in its cache, which holds as many as are noted
+        here.
         """
         role, told = self._role, self._told
         if self._told_in != role.epoch:

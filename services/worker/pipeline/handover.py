@@ -38,7 +38,7 @@ class Handover:
         self._final_counts: dict[WorkerId, int] = {}  # member -> its blocks once KV of dropped layers has been sent
         self._recomputed: tuple[SequenceId, ...] = ()  # on a new leader: sequences to be recomputed
         self._leading: Leading | None = None
-        self._lacking: set[SequenceId] = set()  # that a stand-in cannot continue; leader: according to any member
+        self._lacking: set[SequenceId] = set()  # sequences that a stand-in cannot continue; on a leader: of all members
 
     def begin(self) -> None:
         self._going, self._coming, self._told_counts, self._final_counts = {}, [], {}, {}
@@ -87,8 +87,8 @@ class Handover:
                 self._going |= dict(command.snapshots)
 
     def send_away(self, epoch: Epoch, event: OfLeaving) -> None:
-        """Hand over sequences of a draining group: without KV immediately, and more may follow; with KV in the next
-        `send`.
+        """Hand over sequences of a draining group. Those without KV are sent at once, and more may follow; those with
+        KV are sent by the next `send`.
         """
         self._hand_over(event)
         for to in sorted(self._going) if isinstance(event.event, HandOver) and event.event.by_tokens else ():

@@ -174,8 +174,8 @@ class LayerPull:
         server: LayerServer,
         hurried: Callable[[], bool],
     ) -> None:
-        """`sources`: the peers that hold each missing layer, which are requests' targets unless this host's memory has
-        a copy. `server`: knows the checksums of layers that this worker held before.
+        """`sources`: the peers that hold each missing layer, which are asked unless this host's memory has a copy.
+        `server`: knows the checksums of layers that this worker held before.
         """
         self.epoch = epoch
         self._queue = list(sources)

@@ -127,8 +127,8 @@ class Migrations:
         self._arrivals.check()
 
     def _why_no_room(self, block_count: int, new: bool) -> str:
-        """Return why blocks cannot be reserved; empty if they can. Evicts retained prefixes first, of which the stages
-        are notified before blocks are reserved.
+        """Return why blocks cannot be reserved; empty if they can. Evicts retained prefixes first, and notifies the
+        stages of that before blocks are reserved.
         """
         self._tell(w.RoomWanted(self._now(), block_count))
         return self._core.why_no_room(block_count, new=new)

@@ -201,8 +201,8 @@ class Transitions:
         return self._member.newest_epoch
 
     def _take_back(self, settled_epoch: Epoch) -> None:
-        """Abort a transition that will not be committed, unless the planner has just called, because calls may be
-        reordered.
+        """Abort a transition that no planner will commit. Does nothing if the planner has just called, because calls
+        may be reordered.
         """
         epoch = self._member.newest_epoch
         waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch

@@ -73,7 +73,7 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Request for the files of these extents (`MemoryBackend.export`). Answered by their number, followed by the
+    """Request for the files of these extents (`MemoryBackend.export`). Answered with their number, followed by the
     files.
     """
 
@@ -98,7 +98,7 @@ class RunLayers:
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """Request to call a method of `DeviceMemory`; answered by Done or MemoryRefused."""
+    """Request to call a method of `DeviceMemory`; answered with Done or MemoryRefused."""
 
     name: str
     arguments: tuple[object, ...]

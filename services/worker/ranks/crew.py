@@ -168,7 +168,7 @@ class Crew:
         """End all processes. Idempotent."""
         self._closing = True
         for rank in self._ranks:
-            rank.channel.close()  # which ends it
+            rank.channel.close()  # the rank exits when its channel closes
         until_s = time.monotonic() + _END_S
         for rank in self._ranks:
             rank.end(until_s)

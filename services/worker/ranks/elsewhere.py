@@ -38,21 +38,21 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _FetchBytes:
-    """Request for bytes of this memory; answered by Done, followed by the bytes."""
+    """Request for bytes of this memory; answered with Done, followed by the bytes."""
 
     what: _Blocks | int  # or a layer's parameters
 
 
 @dataclass(frozen=True, slots=True)
 class _StoreBytes:
-    """Request to write the bytes that follow to these blocks or this layer; answered by Done."""
+    """Request to write the bytes that follow to these blocks or this layer; answered with Done."""
 
     what: _Blocks | int
 
 
 @dataclass(frozen=True, slots=True)
 class _ChecksumWanted:
-    """Request for a layer's checksum; answered by Done with it."""
+    """Request for a layer's checksum; answered with Done and the checksum."""
 
     layer: int
     by: Algorithm
@@ -60,7 +60,7 @@ class _ChecksumWanted:
 
 @dataclass(frozen=True, slots=True)
 class _ReadLayer:
-    """Request to read a layer from the rank's own host; answered by Done or Failed."""
+    """Request to read a layer from the rank's own host; answered with Done or Failed."""
 
     layer: int
 

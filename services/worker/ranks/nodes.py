@@ -273,7 +273,7 @@ class _FollowingRank:
                 each.close()
 
     def close(self) -> None:
-        self._tether.close()  # which ends it
+        self._tether.close()  # the rank exits when its tether closes
         try:
             self.process.wait(_GREET_S)
         except subprocess.TimeoutExpired:

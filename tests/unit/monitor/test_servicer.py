@@ -317,6 +317,25 @@ def test_an_instance_whose_engine_hangs_does_not_count_as_alive() -> None:
     tell(story)
 
 
+async def test_gauges_of_groups_end_with_them() -> None:
+    def demand() -> float | None:
+        return REGISTRY.get_sample_value("ballast_kv_demand_bytes", {"leader": "w1"})
+
+    environment = MemorySurroundings()
+    alone = Group(GroupId("w1"), (Member(WorkerId("w1"), Incarnation(3), "host:1", 0, 4),))
+    environment.layout = Layout(Epoch(1), 4, (alone,), "test")
+    async with monitor(active=True, environment=environment) as (shell, stub):
+        call = stub.Report()
+        for request in (announce(), load()):
+            await call.write(request)
+            await call.read()
+        await soon(lambda: demand() is not None, 5.0)
+        shell.change_leadership(None)
+        await asyncio.sleep(0.01)
+        assert shell.group_demands() == (), "another caller asks before the next round of gauges"
+        await soon(lambda: demand() is None, 5.0)
+
+
 def test_an_old_incarnation_and_a_second_stream() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         first = stub.Report()

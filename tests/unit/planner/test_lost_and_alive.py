@@ -1,5 +1,9 @@
 """Planner stories in which a member that counts as lost is alive: stopped, cut off, or missing from an old journal."""
 
+from dataclasses import replace
+
+import pytest
+
 from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member
 from ballast.common.transition import Phase
@@ -246,3 +250,58 @@ def test_a_member_that_is_already_whole_need_not_prepare() -> None:
     planner.answer(Phase.DONE, "w0")
     assert planner.journal[-1] is Stage.DONE
     assert sorted(planner.shape) == ["w0[0:4]", "w2[0:4]"]
+
+
+@pytest.mark.parametrize("deposed", [False, True])
+def test_members_of_a_failed_drop_are_not_evicted_again_after_an_unknown_write(deposed: bool) -> None:
+    """The layout without them was stored, but the answer was lost. It is known only from the next read."""
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.outcomes = [p.WriteOutcome.WRITTEN, p.WriteOutcome.WRITTEN, p.WriteOutcome.UNAVAILABLE]
+    planner.answer(Phase.FAILED, "w0", "w1", why="link broke")
+    [write] = [c for c in planner.said if isinstance(c, p.WriteLayout)]
+    assert planner.stored is not None
+    planner.stored = replace(planner.stored, layout=write.layout, partial=write.partial)
+    if deposed:  # meanwhile another planner has led, and w0 has a new incarnation
+        planner.tell(p.LeadershipChanged(planner.now_s, "c", None))
+        other = Planner()
+        other.stored, other.token = planner.stored, planner.token + 1
+        other.lives["w0"] = 1
+        other.start("w0")
+        planner.stored, planner.token, planner.lives["w0"] = other.stored, planner.token + 2, 1
+        planner.start("w0")
+        planner.wait(1.0)
+        assert planner.shape == ["w0[0:4]"]
+        return
+    planner.wait(0.6)
+    planner.tell(p.TimerFired(planner.now_s, "c"))
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    assert planner.core.kept_out.why(planner.now_s), "their group broke soon after it was formed"
+
+
+def test_a_merged_group_does_not_wait_for_a_member_that_does_not_answer_the_commit() -> None:
+    planner = Planner()
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.answer(Phase.EXCHANGING, "w0")
+    planner.wait(29.0)
+    assert planner.journal[-1] is Stage.COMMITTING
+    planner.wait(2.0)
+    assert planner.core.conductor.records()[-1].lost == ("w0", "w1")
+    assert planner.shape == [], "w0 leaves the group at once, and both get all layers again"
+    planner.go_through("w0", "w1")
+    assert planner.shape == ["w0[0:4]", "w1[0:4]"]
+    # In a restore, the others serve alone whether or not this member answers.
+    planner.drop("w0", "w1", request_id="d2")
+    planner.go_through("w0", "w1")
+    planner.tell(p.RestoreRequested(planner.now_s, "c", "r1"))
+    planner.answer(Phase.PREPARED, "w0", "w1")
+    planner.answer(Phase.EXCHANGING, "w0")
+    planner.wait(31.0)
+    assert planner.journal[-1] is Stage.EXCHANGING
+    planner.answer(Phase.DONE, "w0")
+    assert planner.shape == ["w0[0:4]"]

@@ -245,7 +245,7 @@ class Kernels:
         return out
 
     def write_kv(self, kv_B2TKH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots: int) -> None:
-        """Write K and V to the cache. `slots`: address of one int64 per row, block * block tokens + offset."""
+        """Write K and V to the cache. `slots`: address of an int64 per row, block * block tokens + offset."""
         if k_TKH.stride(0) != v_TKH.stride(0):
             k_TKH, v_TKH = k_TKH.contiguous(), v_TKH.contiguous()
         rows, heads, head_dim = k_TKH.shape

@@ -29,8 +29,8 @@ from services.worker.links.copies import HOST
 from services.worker.links.ports import ChannelBroken, Channels, Pending
 from services.worker.links.store import PairStore
 
-# Device memory. The first communicator of a process, of a single rank, took 310 MiB on an H200, with what NCCL loads
-# once (benchmarks/results/2026-11-26-gpu-first.md). 64 MiB for each pair is an estimate, for `_MOST_CTAS` blocks.
+# Device memory. The first communicator of a process, of a single rank, took 310 MiB on an H200, including what NCCL
+# loads once (benchmarks/results/2026-11-26-gpu-first.md). 64 MiB for each pair is an estimate, for `_MOST_CTAS` blocks.
 FIRST_BYTES, COMMUNICATOR_BYTES = 310 << 20, 64 << 20
 _MOST_CTAS = 4  # maximum thread blocks of a communicator; two already saturate a 400 Gb/s link
 

@@ -7,7 +7,7 @@ import pytest
 from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.events import Ending
 from services.dispatcher.core.growth import Growth
-from services.dispatcher.core.tracked import Tracked
+from services.dispatcher.core.tracked import Tracked, tracked_of
 from services.dispatcher.policy.freeness import RoutingRules
 from tests.support.dispatcher_core import Story, load, request
 
@@ -75,6 +75,15 @@ def test_a_truncated_answer_does_not_count_as_ended() -> None:
     growth.leave(one, ended=False)
     growth.look([], 10.0)
     assert growth.tokens(DEFAULT) == pytest.approx((4 * 64 + 400) / 4, rel=0.01)
+
+
+def test_tokens_of_earlier_attempts_do_not_count() -> None:
+    """A resumed request that is refused is submitted again and again."""
+    growth, resumed = Growth(64), tracked_of(request("r", answer=(1,) * 500), 1, 0.0)
+    growth.look([resumed], 10.0)
+    growth.leave(resumed, ended=False)
+    growth.look([], 20.0)
+    assert growth.tokens(DEFAULT) == 64
 
 
 def test_new_requests_are_placed_where_they_can_grow_like_earlier_answers() -> None:

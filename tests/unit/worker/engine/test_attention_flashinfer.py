@@ -216,7 +216,7 @@ def test_an_older_version_is_refused() -> None:
     for version in ("0.7.2", "0.7.2.post1", "0.7.10", "0.8.0rc1"):
         require_version(version)
     for version in ("0.2.5", "0.7.1.post3"):
-        with pytest.raises(ConfigError, match=rf"flashinfer {version} is too old, 0\.7\.2 is the least"):
+        with pytest.raises(ConfigError, match=rf"flashinfer {version} is too old, at least 0\.7\.2 is required"):
             require_version(version)
 
 

@@ -148,8 +148,8 @@ def changed(folder: Path, config: dict[str, Any] | None = None, **tensors: torch
 @pytest.mark.parametrize(
     ("form", "config", "tensors", "why"),
     [
-        ("fp8", {"weight_block_size": [64, 64]}, {}, "tells of blocks of"),
-        ("fp8", {"weight_block_size": None}, {}, "tells of blocks of"),
+        ("fp8", {"weight_block_size": [64, 64]}, {}, "config.json has blocks of"),
+        ("fp8", {"weight_block_size": None}, {}, "config.json has blocks of"),
         ("fp8", {}, {"{}.weight": torch.zeros(64, 64, dtype=torch.int8)}, "quantised matrix of I8"),
         ("int8", {}, {"{}.weight": torch.zeros(64, 64)}, "quantised matrix of F32"),
         ("w4a16", {"config_groups": {"g": {"weights": {"num_bits": 3}}}}, {}, "are not supported packed"),
