@@ -54,7 +54,7 @@ def running(model: Path, adapters: dict[str, Path]) -> Iterator[RunningCluster]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The merged dense models' tokens, by adapter."""
+    """The tokens of the merged dense models, by adapter."""
     found: dict[str, Any] = {}
     for name in NAMES:
         dense = merged(tmp_path_factory.mktemp("dense") / "d", model, adapters[name]) if name else model

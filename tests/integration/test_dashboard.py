@@ -160,8 +160,8 @@ RETAINED = "[...document.querySelectorAll('.retained')].map(e => e.getBoundingCl
 
 
 def assert_understood(browser: Browser, width: int) -> None:
-    """At first sight the page says what it shows, which button to press and what each column means; nothing is cut
-    off.
+    """Checks that the page shows at first sight what it is about, which button to press and what each column means, and
+    that nothing is cut off.
     """
     assert "Press Burst" in browser.text("#lead")
     does = browser.run("return [...document.querySelectorAll('.does')].map(e => e.innerText)")
@@ -180,7 +180,7 @@ def assert_understood(browser: Browser, width: int) -> None:
 
 
 def assert_seen_together(browser: Browser) -> None:
-    """On a phone, the figures and the memory of both clusters fit on one screen while a burst runs."""
+    """Checks that on a phone the figures and the memory of both clusters fit on one screen while a burst runs."""
     browser.resize(390, 844)
     browser.run("document.querySelector('main').scrollIntoView()")
     low = "[...document.querySelectorAll('.cluster')].map(c => c.querySelector('.hull').getBoundingClientRect().bottom)"
@@ -234,7 +234,7 @@ def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
         shoot(browser, "dashboard-burst")
         assert_seen_together(browser)
         done = "[...document.querySelectorAll('#verdict .answered')].every(e => /^(\\d+) of \\1$/.test(e.textContent))"
-        # A cluster that has answered only the first few requests looks better than it is.
+        # A cluster that has answered only the first few requests looks better than it really is.
         early = "document.querySelector('#verdict .best') && 'called the best too early'"
         assert browser.until(f"{done} ? 'done' : {early}", within_s=240) == "done"
         sent = browser.run("return [...document.querySelectorAll('#verdict .answered')].map(e => e.textContent)")

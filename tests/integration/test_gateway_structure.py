@@ -294,8 +294,8 @@ def test_tools_are_called_as_asked(ai: OpenAI) -> None:
     assert calls[0].function.name in ("weather", "clock")
     assert required.choices[0].message.content is None
 
-    # A tool call that the model writes freely is parsed according to its chat template; here a grammar makes the model
-    # write one.
+    # A tool call that the model generates freely is parsed according to its chat template; here a grammar forces the
+    # model to generate one.
     written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     free: Any = {"structured_outputs": {"choice": [f"Let me see. {written}"]}}
     auto = ai.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[CLOCK], extra_body=free)

@@ -233,7 +233,8 @@ def test_a_member_leaves_its_group_if_the_layout_omits_it(
     committed: bool, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     """The planner has lost w1, although its links work. w0 leaves the pair or the exchange, becomes whole and takes
-    part in later plans; w1 learns of this through its links. Neither still reports the abandoned transition as running.
+    part in later plans; w1 learns of this through its links. Neither worker still reports the abandoned transition as
+    running.
     """
 
     async def run() -> list[tuple[int, ...]]:

@@ -267,7 +267,7 @@ async def test_a_forgotten_plan_is_rolled_back(model_dir: Path, monkeypatch: pyt
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
         assert await phases_after(4) == {pb.TRANSITION_PHASE_PREPARED}, "the epoch may still be decided"
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 60.0)
-        assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner was heard from recently"
+        assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner has called recently"
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
         for one in told:
             one.name_partners(pb.NamePartnersRequest(settled_epoch=5))

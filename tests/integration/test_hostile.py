@@ -159,7 +159,7 @@ def test_compressed_messages_that_expand_beyond_the_limit_are_refused(running: R
 
 
 def test_slow_connections_to_link_ports_delay_no_drop(running: RunningCluster) -> None:
-    """Slow connections to all link ports must not delay a drop, including those to a worker that has no links yet."""
+    """Slow connections to all link ports, including those of a worker that has no links yet, must not delay a drop."""
     cluster = running.cluster
 
     async def drip(address: str) -> None:

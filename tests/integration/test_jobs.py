@@ -292,8 +292,8 @@ class _Disturbed:
         self.told.append("the client that waits was killed")
 
     async def _pause_jobs(self, index: int) -> None:
-        """Stops a replica for so long that the other one takes over if the stopped one had the lease. When resumed,
-        both believe that they lead.
+        """Stops a replica for so long that the other one takes over if the stopped replica held the lease. When
+        resumed, both believe that they lead.
         """
         self._cluster.kill("jobs", index, signal.SIGSTOP)
         await asyncio.sleep(2.5)

@@ -478,7 +478,9 @@ def _one_life(peer: PeerProcess, retired: bool) -> None:
 
 
 def _await_no_more_than(before: tuple[int, int, int]) -> None:
-    """Waits, since closing in the background may take long on a busy machine."""
+    """Waits until this process holds no more resources than `before`, since closing in the background may take long on
+    a busy machine.
+    """
     deadline_s = time.monotonic() + 60
     while any(now > then for now, then in zip(_holdings(), before, strict=True)):
         assert time.monotonic() < deadline_s, f"before {before}, now {_holdings()}"

@@ -61,7 +61,7 @@ async def test_a_drained_worker_gets_no_new_requests_and_finishes_its_own(model:
 
         running = [asyncio.create_task(load(i)) for i in range(8)]
         await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
-        # Both requests go only to dispatchers; the second repeats the first.
+        # Both drain requests are sent only to dispatchers; the second repeats the first.
         for address in cluster.addresses:
             assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
         assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)

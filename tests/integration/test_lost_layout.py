@@ -70,8 +70,8 @@ def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
 
 
 def test_after_the_loss_of_a_member_layers_come_from_their_holders(tmp_path: Path) -> None:
-    """The checkpoint is gone: the survivors hold two thirds of the layers, and the worker outside the group holds
-    all.
+    """The checkpoint has been deleted: the survivors hold two thirds of the layers, and the worker outside the group
+    holds all.
     """
     model = make_tiny("llama", tmp_path / "tiny", max_len=256, layers=6)
     with running_cluster(model, workers=4, device_memory_bytes=8 << 20) as running:

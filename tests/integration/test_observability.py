@@ -374,14 +374,15 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
             running.run(story(running.cluster))
     every = collector.spans()
     roots = [one for one in every if one["name"] == "request" and one["traceId"] == parent.split("-")[1]]
-    assert len(roots) == 8  # later requests begin traces of their own
+    assert len(roots) == 8  # later requests begin their own traces
     calls = {one["spanId"]: one for one in every if one["service"] == "ballast-gateway"}
     assert {root["parentSpanId"] for root in roots} == calls.keys()
     for call in calls.values():
         assert call["parentSpanId"] == parent.split("-")[2]
         assert attributes(call)["http.route"] == "/v1/completions"
         assert attributes(call)["http.response.status_code"] == "200"
-    # A request of worker-1, since those of worker-0, which leads the pair, move only in the restore, if at all.
+    # Selects a request of worker-1: requests of worker-0, which leads the pair, do not move before the restore, if at
+    # all.
     inner, stays, moved = next(
         (inner, stays, root)
         for root in roots
@@ -426,7 +427,7 @@ def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) 
 
 
 def the_planner_told_of_the_drop(every: list[dict[str, Any]], moved: dict[str, Any]) -> None:
-    """Checks that the drop has a trace of its own, to which the request's span is linked."""
+    """Checks that the drop has its own trace, to which the request's span is linked."""
     link = moved["links"][0]
     drop = {span["name"]: span for span in every if span["traceId"] == link["traceId"]}
     assert drop["drop"]["spanId"] == link["spanId"]

@@ -67,7 +67,7 @@ def test_an_instance_outside_the_group_replaces_a_lost_follower(lost: str, model
             assert said["w4"].kv_bytes_sent > 0
             assert said["w0"].victims_recomputed > 0
             tokens = await whole(cluster, answers)
-            assert max(answer.attempts for answer in answers) <= 2  # the stand-in's requests moved once
+            assert max(answer.attempts for answer in answers) <= 2  # requests of the stand-in have moved once
             assert [answer.attempts for answer in answers[::3]] == [1, 1]
             return tokens
 

@@ -162,7 +162,9 @@ def test_no_overload_while_demand_stays_below(levels: list[int], ordered: bool) 
 @given(st.integers(850, 949), st.lists(st.integers(-10, 10), min_size=20, max_size=100))
 @settings(max_examples=200, deadline=None)
 def test_noise_below_the_threshold_is_no_overload(level: int, noise: list[int]) -> None:
-    """Near capacity, but below the threshold even if the noise's steepest slope is extrapolated over the horizon."""
+    """Demand is near capacity, but below the threshold even if the noise's steepest slope is extrapolated over the
+    horizon.
+    """
     steepest_per_s = 20 / (RULES.trend_window_s / 2 - STEP_S)
     assume(level + 10 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
     history = [sample(i * STEP_S, level) for i in range(10)]

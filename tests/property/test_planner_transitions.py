@@ -95,7 +95,8 @@ class TransitionMachine(RuleBasedStateMachine):
                 self.phases[key] = Phase.COMMITTING
             case p.WorkerCall.ABORT if command.journal.stage is Stage.EXCHANGING:
                 assert command.journal.kind is TransitionKind.RESTORE, "only a restore can be aborted while exchanging"
-                # A new planner may not know yet that a member has failed. The member has left the transition then.
+                # A new planner may not know yet that a member has failed. Such a member has already left the
+                # transition.
                 assert phase in (Phase.EXCHANGING, Phase.DONE, Phase.FAILED)
             case p.WorkerCall.ABORT:
                 assert phase in (None, *_TAKEN_BACK), f"{worker_id} was asked to abort epoch {epoch} while {phase}"

@@ -280,9 +280,7 @@ def _heal(world: World) -> None:
 
 
 def _check_stages(world: World) -> None:
-    """Every transition must leave each stage before that stage's deadline, because obstacles end and members report
-    it.
-    """
+    """Checks that every transition left each stage before its deadline: obstacles end, and members report that."""
     for record in (record for node in world.planners.values() for record in node.records):
         for stage, longest_s in _LONGEST_S.items():
             if stage is Stage.EXCHANGING and record.journal.kind is TransitionKind.RESTORE:

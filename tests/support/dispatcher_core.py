@@ -120,8 +120,8 @@ def request(
     begins: int = 1,
     caller: str = "",
 ) -> Request:
-    """`begins`: the id of every prompt token. `answer`: tokens already generated at another dispatcher, one character
-    each.
+    """A request. `begins`: the id of every prompt token. `answer`: tokens already generated at another dispatcher, one
+    character each.
     """
     return Request(
         request_id=RequestId(name),
@@ -237,7 +237,9 @@ class Story:
         marks: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
-        """`tokens`: new tokens by request name. Unless `seen_handle` is given, the report covers every placement."""
+        """Sends a worker's report of a step. `tokens`: new tokens by request name. Unless `seen_handle` is given, the
+        report covers every placement.
+        """
         by_handle = {self.handle_of(name): ids for name, ids in (tokens or {}).items()}
         return self.raw_step(
             worker,

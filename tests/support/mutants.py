@@ -58,7 +58,7 @@ def nothing(_: Any) -> Any:
 
 
 def _ignores_exclusion(reception: Any) -> Any:
-    """B1: a plan without a member's group does not tell the member that its group has ended."""
+    """B1: a plan without a member's group does not notify the member that its group has ended."""
 
     def answer(*args: Any, **named: Any) -> Reception:
         found = reception(*args, **named)

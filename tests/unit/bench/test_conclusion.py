@@ -119,7 +119,7 @@ def test_the_goal_is_the_users(template: BenchResult) -> None:
 def test_the_scarce_resource_is_named(
     template: BenchResult, cluster: dict[str, object], series: dict[str, list[int]], short: str
 ) -> None:
-    """For a cluster that is too small, the conclusion names the resource that is short."""
+    """For a cluster that is too small, the conclusion names the scarce resource."""
     base = next(iter(template.policies.values()))
     drop = policy(base, p99_s=50.0, dropped=True, late=0.5)
     columns = {"waiting_count": [5] * 21, "group_sizes": [[1, 2]] * 21, **series}

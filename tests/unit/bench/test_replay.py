@@ -34,7 +34,7 @@ def test_requests_are_sent_at_their_time_and_their_tokens_are_timed() -> None:
     assert first.e2e_s is not None
     assert first.e2e_s >= 0.11
     assert run.duration_s == max(first.end_s or 0, second.end_s or 0)
-    assert not first.prompt_token_ids, "tokens are kept only when asked for"
+    assert not first.prompt_token_ids, "tokens are stored only on request"
 
 
 def test_arrivals_do_not_wait_for_slow_answers() -> None:

@@ -1,4 +1,4 @@
-"""Followers are asked for their memory. Those that do not answer, or that have restarted, keep their entries
+"""Followers report their own memory. Followers that do not answer, or that have restarted, keep their entries
 unchanged.
 """
 

@@ -176,7 +176,7 @@ def test_demand_is_drawn_over_time_against_the_capacity_of_each_group() -> None:
     assert line_of(text, "400 of 1,600").split()[:3] == ["worker-1", "▃▃▃▃", "25%"]
     assert line_of(text, "all, with backlog").split()[3:] == ["▂▄▅█", "108%", "3,440", "of", "3,200"]
     bigger = merge(status)
-    history.add(bigger)  # the leader's history continues; the follower has no demand of its own any more
+    history.add(bigger)  # the leader's history continues; the follower no longer has its own demand
     text = shown(bigger, history=history)
     assert "▁▅███" in line_of(text, "merged", "140%")
     assert "▃▃▃" not in text

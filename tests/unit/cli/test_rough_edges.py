@@ -1,4 +1,4 @@
-"""Usability bugs that newcomers have met. Each of these tests once failed."""
+"""Usability bugs that new users ran into. Each of these tests once failed."""
 
 import ast
 import asyncio

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests are converted to chats, and answers to blocks. Errors have its format."""
+"""Anthropic's Messages API: requests are converted to chats, and answers to blocks. Errors have the API's format."""
 
 import contextlib
 import json

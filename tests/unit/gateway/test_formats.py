@@ -1,4 +1,4 @@
-"""Reasoning, tool calls and text are recognised in an answer, however it is split into chunks."""
+"""Reasoning, tool calls and text of an answer are recognised, however it is split into chunks."""
 
 import itertools
 import json

@@ -227,7 +227,7 @@ def test_a_cancelled_batch_aborts_its_calls_and_preserves_its_results(tmp_path: 
 
 
 def test_answers_that_arrived_just_before_a_cancel_are_in_the_files(tmp_path: Path) -> None:
-    """Their results are not committed yet when the batch begins to end."""
+    """The results of these answers are not committed yet when the batch begins to end."""
 
     async def check() -> None:
         store = stored(tmp_path)

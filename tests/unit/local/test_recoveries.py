@@ -1,4 +1,4 @@
-"""The chaos report of a fault: the longest wait for a token, and the time until the cluster was whole again."""
+"""The chaos report of a fault: the longest wait for a token, and the time until the cluster had recovered."""
 
 from pathlib import Path
 

@@ -252,7 +252,7 @@ def test_an_instance_is_lost_while_its_engine_hangs() -> None:
         monitor.tick_until(second, second - 1)
     assert lost(monitor.report(6.0, 1, step_age_s=60.5)) == [("w1", 1)]
     assert monitor.report(7.0, 1, step_age_s=61.5) == [], "the loss is reported once"
-    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers are not told that it is up"
+    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers are not notified that it is up"
     # The same incarnation returns with its first report after the step.
     assert monitor.report(8.0, 1) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")]
     assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=False), m.SnapshotEnd()]

@@ -117,8 +117,8 @@ def test_only_the_leader_of_a_pipeline_counts() -> None:
 
 
 def test_spare_blocks_of_a_dissolving_pipeline_do_not_count_as_demand() -> None:
-    """The members cannot use these spare blocks yet, but no request needs them, and they are free once the pipeline is
-    gone.
+    """The members cannot use these spare blocks yet, but no request needs them, and they become free when the pipeline
+    ends.
     """
     keeping = dataclasses.replace(load(100), spare_block_count=130)  # spare blocks of the pipeline; some are w1's
     cluster = Cluster(ALONE, w0=keeping, w1=load(90))
@@ -182,7 +182,7 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
     cluster.pass_time(1.4)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES, "the reports are stale"
     traffic, fresh = cluster.core.traffic(cluster.now_s)
-    assert (traffic.queued_count, fresh) == (11, Traffic()), "the last reported traffic is kept"
+    assert (traffic.queued_count, fresh) == (11, Traffic()), "the last reported traffic remains in use"
     cluster.backlogs = (m.BacklogWord(D, "1.9", Traffic(queued_count=10, queued_tokens=1600)),)
     cluster.pass_time(0.2)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + 1690 * 1024

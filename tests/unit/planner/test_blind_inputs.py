@@ -116,7 +116,7 @@ def test_an_old_shortage_without_a_comparison_causes_no_drop() -> None:
 
 
 def test_a_small_improvement_is_checked_twice() -> None:
-    """A clear improvement is made at once, so that memory is freed earlier."""
+    """A clear improvement is carried out at once, so that memory is freed earlier."""
     shown: dict[float, int] = {}
     for ttft_s in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0):
         planner = Planner(planning=Planning(targets=replace(Planning().targets, ttft_s=ttft_s)))

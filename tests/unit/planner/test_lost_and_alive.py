@@ -32,7 +32,7 @@ def alone(planner: Planner, worker: str, first: int = 0, last: int = 4) -> Group
 
 
 def lose(planner: Planner, worker: str, stand_in: str, *members: str) -> None:
-    """Lose `worker`; `stand_in` is asked to take its place and fails."""
+    """Lose `worker`; `stand_in` is asked to replace it and fails."""
     planner.lose(worker)
     assert f"{stand_in} stands in for {worker}" in planner.core.conductor.records()[0].journal.why
     planner.answer(Phase.FAILED, stand_in, why="no link")
@@ -42,7 +42,7 @@ def lose(planner: Planner, worker: str, stand_in: str, *members: str) -> None:
 
 
 def prepared(planner: Planner) -> set[str]:
-    """Workers asked to prepare. If the plan's base lacks their group, this orders them to leave it."""
+    """Workers that were asked to prepare. If the plan's base lacks their group, this orders them to leave it."""
     calls = [c for c in planner.said if isinstance(c, p.CallMember) and c.call is p.WorkerCall.PREPARE]
     return {c.member.worker_id for c in calls}
 
@@ -201,7 +201,7 @@ def test_a_layout_is_corrected_by_its_members_reports() -> None:
 
 
 def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
-    """Its links broke while its peer's links did not, or its peer's report is lost."""
+    """The member's links broke while its peer's links did not, or the peer's report is lost."""
     planner, _ = paired("w2")
     planner.says("w1", alone(planner, "w1", 2, 4))
     planner.wait(1.0)

@@ -130,7 +130,9 @@ def test_a_planner_that_leads_again_does_not_count_calm_from_before() -> None:
 
 
 def test_the_minimum_serves_even_without_demand() -> None:
-    """Neither an operator's parking nor a loss leaves fewer serving instances while others are parked."""
+    """Neither parking by an operator nor a loss may leave fewer instances serving than the minimum while others are
+    parked.
+    """
     planner = started(least_instances=3)
     for worker in ("w1", "w2"):
         ask(planner, worker, away=True)
@@ -272,7 +274,9 @@ def test_more_instances_are_wanted_if_compute_is_short_although_memory_is_free()
 
 
 def test_a_planner_that_leads_again_starts_over() -> None:
-    """Another planner has led for an hour, so neither the number nor the time of calm of the first term counts."""
+    """Another planner has led for an hour, so neither the number of instances nor the time of calm from the first term
+    counts.
+    """
     planner = started()
     go_on(planner, 8.0)
     assert planner.core.conductor.sizing.wanted_count == 4
@@ -302,7 +306,7 @@ def test_instances_that_have_not_reported_to_a_new_monitor_do_not_seem_to_be_mis
     assert [wanted(("w0",), at_s) for at_s in (101.0, 103.0, 105.5)] == [4, 4, 4]
     assert wanted(("w0",), 107.0) > 4, "by now they would have reported"
     assert wanted(NAMES, 108.0) == 4
-    assert wanted(("w0", "w1"), 109.0) == 4, "the wait begins anew"
+    assert wanted(("w0", "w1"), 109.0) == 4, "the wait starts over"
 
 
 def test_an_instance_with_a_wake_time_of_zero_gets_a_second_to_report_it() -> None:

@@ -146,7 +146,7 @@ def test_a_leaving_instance_takes_part_in_no_drop() -> None:
 
 
 def test_two_requests_at_once_do_not_park_the_last_instances() -> None:
-    """The second one arrives before the layout contains the first."""
+    """The second request arrives before the layout contains the first one."""
     planner = started("w0", "w1")
     commands = [
         command

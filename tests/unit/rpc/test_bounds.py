@@ -1,4 +1,4 @@
-"""Limits per connection, per token and for large messages. Calls beyond them are refused, and others are served."""
+"""Limits per connection, per token and for large messages. Calls beyond a limit are refused, others are served."""
 
 import asyncio
 import gc

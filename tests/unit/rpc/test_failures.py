@@ -140,7 +140,7 @@ def test_garbage_is_a_client_error(method: str, caplog: pytest.LogCaptureFixture
 
 
 def test_a_disconnect_during_a_blocked_write_ends_only_its_call() -> None:
-    """Flow control holds back the server's writes; when the connection breaks, they fail inside the handler."""
+    """Flow control holds back the server's writes, which fail inside the handler when the connection breaks."""
 
     async def story(served: Served, channel: grpc.aio.Channel) -> None:
         narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))

@@ -1,4 +1,4 @@
-"""A server as every service runs it: health with Watch, reflection, a taken port, calls that end."""
+"""A server as in every service: health with Watch, reflection, a port in use, and calls that end."""
 
 import asyncio
 import socket

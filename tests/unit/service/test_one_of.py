@@ -31,7 +31,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def allowed(grammars: Grammars, schema: Any, value: Any) -> bool:
-    """Whether the grammar lets a model write `value` and end there."""
+    """Whether the grammar allows a model to generate `value` and then end."""
     tokens = TOKENIZER.encode(json.dumps(value), add_special_tokens=False).ids
     matcher = grammars.start(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), ())
     if matcher.validate_tokens(tokens) < len(tokens):

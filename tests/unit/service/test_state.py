@@ -216,7 +216,7 @@ def test_leadership_is_acquired_survives_an_outage_and_is_handed_over() -> None:
         await soon(lambda: candidates[other].token is not None)
         await soon(lambda: follower.current == f"host-{other}:1")
         tokens = [token for token in (*told["a"], *told["b"]) if token is not None]
-        assert len(tokens) == len(set(tokens)), "each term has a token of its own"
+        assert len(tokens) == len(set(tokens)), "each term has its own token"
         for task in (*tasks.values(), following):
             task.cancel()
         await asyncio.wait((*tasks.values(), following))

@@ -1,4 +1,4 @@
-"""A burst on a cluster that has served no request before, as a newcomer would send it."""
+"""A burst on a cluster that has served no request before, as a new user would send it."""
 
 from benchmarks.first_block import run as first_block
 from sim.hardware import find_cluster, find_model

@@ -200,7 +200,7 @@ def test_too_few_and_too_small_gpus_are_reported() -> None:
 
 
 def test_no_float_that_decides_is_added_by_a_rule_that_python_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since Python 3.12 `sum` compensates for rounding, and a difference of one bit changes the run."""
+    """Since Python 3.12, `sum` compensates for rounding, and a difference of one bit changes the run."""
     plain, files = sum, set[str]()
 
     def watched(items: Iterable[float], /, start: float = 0) -> float:
@@ -231,7 +231,7 @@ def test_requests_move_to_instances_with_more_room_and_fewer_are_recomputed() ->
 
 
 def test_a_fast_forward_ends_when_no_block_is_free() -> None:
-    """Long answers outgrow the cache, so victims are chosen amid steps that otherwise decide nothing."""
+    """Long answers outgrow the cache, so victims are chosen amid steps that otherwise need no decision."""
     made = options("recompute", check_every=0)
     trace = [Arrival(0.01 * number, 500, 700) for number in range(40)]
     together, one_by_one = (

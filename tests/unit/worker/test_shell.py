@@ -200,7 +200,7 @@ def test_a_broken_invariant_of_the_engine_is_no_failed_step(model: Path) -> None
 
 
 def test_a_shell_that_cannot_be_closed_reports_it(model: Path) -> None:
-    """Otherwise the worker would seem to be alive, and its caller would wait for it forever."""
+    """If the failure were not reported, the worker would seem to be alive, and its caller would wait for it forever."""
 
     def break_down(step: int) -> None:
         raise InvariantViolation("a block belongs to two")

@@ -79,7 +79,7 @@ def test_byte_fallback_holds_every_incomplete_byte_back() -> None:
 
 
 def test_tokens_without_text_neither_change_the_text_nor_make_the_window_long() -> None:
-    """A model that continues after its end may generate thousands of special tokens, or of unused ids."""
+    """A model that continues after its end-of-sequence token may generate thousands of special tokens or unused ids."""
     tokenizer, rng = byte_fallback(), random.Random(5)
     tokenizer.add_special_tokens(["<eos>"])
     assert tokenizer.token_to_id("<eos>") == 260

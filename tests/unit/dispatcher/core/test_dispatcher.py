@@ -144,7 +144,8 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.core.next_timer_s() == pytest.approx(2.0)
     story.now_s = 2.0
     assert story.handle(d.DispatcherTick(2.0)).places == [("large", "a")]
-    # Its waiting blocks now count as load of the worker, so nothing else overtakes it, and it cannot starve.
+    # The large request's waiting blocks now count as load of the worker, so no other request overtakes it, and it
+    # cannot starve.
     story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
     story.submit("next")
     story.submit("over")

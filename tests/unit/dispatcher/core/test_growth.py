@@ -53,7 +53,7 @@ def test_the_estimate_moves_from_the_prior_to_the_mean_answer() -> None:
 
 
 def test_running_answers_count_before_any_of_their_length_has_ended() -> None:
-    """The shortest of the long answers end first. If only ended answers counted, all answers would look short."""
+    """The shortest of the long answers end first. If only ended answers counted, all answers would seem short."""
     growth, lives = Growth(64), [tracked() for _ in range(20)]
     for one in lives:
         one.output_token_ids += [1] * 500

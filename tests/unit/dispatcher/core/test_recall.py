@@ -14,7 +14,7 @@ from tests.support.dispatcher_core import FULL, Story, finishes, key, load
 
 
 def waiting_on_a() -> Story:
-    """Request "late" waits behind others on worker a, and worker b is full as well."""
+    """Request "late" waits in the queue of worker a, and worker b is full as well."""
     story = Story("a", "b", placement=PlacementRules(recall_after_s=0.1))
     story.step("b", report=FULL)
     story.step("a", report=FULL)
@@ -43,7 +43,7 @@ def test_a_waiting_request_is_recalled_when_another_worker_has_room() -> None:
 
 
 def test_repeated_recalls_of_a_request_have_growing_intervals() -> None:
-    """Each time the request arrives at the other worker, that one is full again."""
+    """Whenever the request arrives at the other worker, that worker is full again."""
     story = waiting_on_a()
     asked_at_s: list[float] = []
     begun_s, there, other = 0.0, "a", "b"

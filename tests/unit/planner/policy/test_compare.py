@@ -1,6 +1,4 @@
-"""Whether dropping is better than doing nothing, on a machine like an A100 with 40 GB and for a model of 14B
-parameters.
-"""
+"""Compares dropping with doing nothing, for a model of 14B parameters on a machine like an A100 with 40 GB."""
 
 import re
 from collections.abc import Sequence
@@ -142,7 +140,7 @@ CHAT_COST = CostModel(
 
 
 def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_ones() -> None:
-    """Nine answers of ten are short, but the running ones have 2,500 tokens each and as many still to come."""
+    """Nine answers of ten are short, but each running answer has 2,500 tokens and will have as many again."""
     snapshot = running(alone(EIGHT[:4], BLOCKS - 5), 16)
     mixed = replace(LONG, queued_count=120, queued_tokens=48_000, ended_count=900, ended_tokens=400_000)
     young, old = (compare(snapshot, Running(256, 0), replace(mixed, open_tokens=n), PACE) for n in (20_000, 160_000))
@@ -202,8 +200,8 @@ COMPLETIONS = Traffic(
 
 
 def completing() -> Snapshot:
-    """The cluster that serves COMPLETIONS. Prompts hold most of its memory; they are longer than most of the
-    burst's.
+    """The cluster that serves COMPLETIONS. Prompts use most of its memory; they are longer than most prompts of the
+    burst.
     """
     groups = alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
     return Snapshot(SHAPE, tuple(group._replace(running_count=18, uncomputed_tokens=1800) for group in groups))
@@ -368,7 +366,7 @@ def test_parameters_are_not_restored_under_load_without_a_benefit() -> None:
 
 
 def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> None:
-    """Afterwards there is room. Until then, dissolving pipelines hold memory that is not available to other
+    """After the restore there is room. Until then, dissolving pipelines hold memory that is not available to other
     requests.
     """
     snapshot = running(pairs(5 * BLOCKS // 4), 40)
@@ -379,8 +377,8 @@ def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> Non
 
 
 def test_a_pipeline_does_not_dissolve_while_it_runs_more_than_its_members_can_hold() -> None:
-    """No requests arrive, and the targets would be met, but the running requests are long and have many tokens to
-    come.
+    """No requests arrive, and the targets would be met, but the running requests are long and have many tokens left to
+    generate.
     """
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in pairs(0).groups}
     quiet = replace(LONG, queued_count=0, queued_tokens=0, recent_count=0, minute_count=0, minute_tokens=0)

@@ -84,7 +84,7 @@ def test_an_instance_at_its_maximum_takes_no_requests() -> None:
 
 
 def test_a_pipeline_sends_and_receives_like_an_instance() -> None:
-    """Its leader reports the pipeline's blocks. The pipeline drains if any of its members does."""
+    """The leader reports the blocks of its pipeline. A pipeline drains if any of its members does."""
 
     def found(pair: LoadReport, alone: LoadReport, *, follower_drains: bool = False) -> list[tuple[str, str]]:
         members = [

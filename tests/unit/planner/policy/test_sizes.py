@@ -43,7 +43,7 @@ def test_under_low_demand_one_instance_leaves_if_it_may() -> None:
 
 
 def test_the_requests_of_a_leaving_unlike_instance_count_on_the_others() -> None:
-    """The two instances differ in speed, so each is the only one of its kind."""
+    """The two instances differ in speed, so each is the only instance of its kind."""
     like = running(alone(("a", "b"), round(0.1 * BLOCKS)), 10)
     slower = like.groups[1].members[0]._replace(slowness=2.0)
     unlike = replace(like, groups=(like.groups[0], like.groups[1]._replace(members=(slower,))))

@@ -188,7 +188,7 @@ def test_a_follower_is_done_when_the_group_has_ended_and_all_have_reported_it() 
 
 
 def test_handed_over_sequences_wait_until_the_group_has_ended_here() -> None:
-    """The engine may still hold the sequences that are handed over, since it was a stage of their group."""
+    """The engine, which was a stage of the group, may still hold the sequences that are handed over."""
     transition = committed(W2)
     for other in (W0, W1):
         assert transition.handle(HandoverReceived(0.0, NEW, other, ())) == []

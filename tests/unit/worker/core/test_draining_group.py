@@ -1,4 +1,4 @@
-"""A worker that serves alone while the group that it was a stage of drains."""
+"""A worker serves alone while the group in which it was a stage drains."""
 
 from dataclasses import replace
 
@@ -178,7 +178,7 @@ def test_a_sequence_handed_over_as_tokens_frees_its_kv_and_others_stay() -> None
     assert heir.core.sequence_ids == (1,), "its request has not arrived yet"
     heir.submit("old", output=(5, 5, 5), expects=True)
     assert heir.core.kept_count == 0
-    assert heir.core.sequence_ids == (1, 2), "the new worker gives the sequence an id of its own"
+    assert heir.core.sequence_ids == (1, 2), "the new worker assigns its own id to the sequence"
     assert heir.core.group_scheduler.sequence_ids == (2,)
 
 

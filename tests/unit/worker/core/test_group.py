@@ -384,8 +384,8 @@ def test_a_sequence_waiting_for_room_holds_no_blocks() -> None:
 
 
 def test_blocks_of_removed_sequences_are_not_reserved_before_the_next_batch() -> None:
-    """The reservation of the sequence is released at once, its table by the next batch. Only blocks that are free in
-    both can be reserved.
+    """A removed sequence's reservation is released at once, but its table only by the next batch. Only blocks that are
+    free in both can be reserved.
     """
     leader = Leader(4, block_tokens=4, max_running_count=4)
     gone = leader.submit("gone", (1, 2, 3, 4, 5, 6, 7))

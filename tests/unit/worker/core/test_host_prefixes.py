@@ -208,7 +208,9 @@ def test_copies_in_use_are_not_evicted() -> None:
 
 
 def test_copies_made_during_a_preempted_step_are_complete() -> None:
-    """Otherwise their host blocks would count as swapped KV, which offline sequences cannot displace."""
+    """If such copies never completed, their host blocks would count as swapped KV, which offline sequences cannot
+    displace.
+    """
     cost = CostModel(attention_s=0.0, token_s=0.0, chunk_s=0.01, shared_s=0.01)
     driver = driver_of(40, harvest=Harvest(cost=lambda: cost, targets=for_all(ttft_s=0.01), layer_count=8))
     run(driver, tokens(17))

@@ -210,9 +210,7 @@ def test_arriving_kv_gets_the_blocks_of_offline_sequences() -> None:
 
 
 def test_a_scored_prompt_starts_over_after_it_has_yielded() -> None:
-    """Its prompt logprobs require a single pass over the whole prompt, so nothing is mirrored before that pass has
-    ended.
-    """
+    """Prompt logprobs require a single pass over the whole prompt, so nothing is mirrored before that pass ends."""
     bounds = limits(swap_block_count=40, swap_blocks_per_step=8, swaps_online=False, max_batch_tokens=8)
     made = Driver(bounds, 12, harvest=HARVEST)
     made.open(1)

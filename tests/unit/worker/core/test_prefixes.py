@@ -171,7 +171,7 @@ def test_a_change_of_role_forgets_all() -> None:
 
 
 def test_sequences_that_run_across_a_group_change_get_no_numbers() -> None:
-    """The stages of the new group do not have its KV yet."""
+    """The stages of the new group do not have the KV of these sequences yet."""
     named = list[bool]()
     for changes in (False, True):
         driver = driver_of()

@@ -32,7 +32,7 @@ def test_there_is_one_wave_if_all_victims_fit() -> None:
 
 
 def test_two_full_workers_exchange_as_much_as_their_spare_blocks_allow() -> None:
-    """Each had 50 blocks, has 81 now, and has 131 once all KV is sent; each holds five sequences of ten blocks."""
+    """Each worker had 50 blocks, has 81 now, and 131 once all KV is sent; each holds five sequences of ten blocks."""
     waves = Waves((A, B), [standing(2 * i + (home == B), home, 10) for i in range(5) for home in (A, B)])
     counts = {A: 81, B: 81}
     first = waves.first(counts, 131)

@@ -1,4 +1,4 @@
-"""Swapping of an emulated device's KV: blocks keep their contents, and copies take as long as their bytes would."""
+"""Swapping of an emulated device's KV: blocks keep their contents, and copies take as long as on the device."""
 
 import time
 

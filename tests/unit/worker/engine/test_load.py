@@ -118,7 +118,7 @@ def test_readers_load_the_same_parameters_through_their_own_memory(
             tensor.fill_(-1.0)
         opened.fill(layer_parameters(config_of(engine), 1, layout), stored)
         assert all(torch.equal(stored[name], wanted[name]) for name in stored)
-    assert len(set(slots)) == len(slots) > 0, "each reader must have one slot of its own"
+    assert len(set(slots)) == len(slots) > 0, "each reader must have its own slot"
     assert not any(thread.name.startswith("readers") for thread in threading.enumerate())
 
 

@@ -366,7 +366,7 @@ def test_nan_logits_give_some_token(value: float, dtype: torch.dtype) -> None:
 
 
 def test_a_failing_grammar_is_an_error_of_its_row_alone(tmp_path: Path) -> None:
-    """Otherwise its matcher would allow the answer to end, as if it were complete."""
+    """Without an error, the matcher would allow the answer to end as if it were complete."""
     file = tmp_path / "tokenizer.json"
     train_tokenizer(VOCAB, qwen=False).save(str(file))
     made = Sampler(VOCAB, [EOS], torch.device("cpu"), Grammars(file, VOCAB, [EOS]), _kernels)

@@ -188,9 +188,7 @@ def test_a_broken_connection_ends_all_its_links_and_is_reopened(pair: Pair) -> N
 
 @pytest.mark.parametrize("who_retires", [0, 1])
 def test_a_message_for_an_ended_epoch_ends_no_other_epoch(pair: Pair, who_retires: int) -> None:
-    """An example is an answer to a migration of a replaced layout that is sent while the next layout is being
-    prepared.
-    """
+    """For example, an answer to a migration of the replaced layout is sent while the next layout is being prepared."""
     old, new = pair.connect(1), pair.connect(2)
     old[who_retires].retire()
     until(lambda: all(link.retired or link.ended is LinkState.CLOSED for link in old))
@@ -205,7 +203,9 @@ def test_a_message_for_an_ended_epoch_ends_no_other_epoch(pair: Pair, who_retire
 
 @pytest.mark.parametrize("who", ["w1", "w2"])
 def test_a_side_that_has_not_noticed_the_end_follows_the_other_to_a_new_connection(pair: Pair, who: str) -> None:
-    """The notice of the end is in transit or lost. The peer is at the rendezvous again, or does not answer."""
+    """The notice of the connection's end is in transit or lost. The peer is at the rendezvous again, or does not
+    answer.
+    """
     old = pair.connect(1)
     plane = pair.planes[who]
     forgotten = plane._connections.pop("w2" if who == "w1" else "w1")  # this side opens a new connection

@@ -159,7 +159,7 @@ def test_copies_wait_for_no_kernel_and_have_ended_on_return_even_if_one_fails(dr
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-    assert len({id(stream) for stream in streams}) == 2, "each thread must copy on a stream of its own"
+    assert len({id(stream) for stream in streams}) == 2, "each thread must copy on its own stream"
     assert all(event.on is not driver.engine for event in Event.made)
     assert not any(stream.waits_for for stream in streams)
 

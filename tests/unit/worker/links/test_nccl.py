@@ -117,7 +117,7 @@ def test_a_pair_has_one_communicator_that_is_created_with_the_link(ends: Ends) -
 
 @fates(w2=[Fate.FINE, Fate.FAILS])
 def test_a_failed_receive_breaks_its_link_and_delivers_nothing(ends: Ends) -> None:
-    """NCCL reports the failed receive as completed."""
+    """NCCL reports a failed receive as completed."""
     broken, other = ends.link("w2"), ends.link("w3")
     first = broken.transfer(TrafficClass.KV, [on_device(pattern(2000 * KB, seed=1))])
     assert first.done.result(30).outcome is TransferOutcome.DELIVERED
@@ -164,7 +164,7 @@ def test_a_peer_that_dies_during_a_transfer_ends_only_its_link(ends: Ends) -> No
 
 
 def test_torchs_watchdog_is_off_when_the_first_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise torch's watchdog would end the process when a peer dies."""
+    """With its watchdog, torch would end the process when a peer dies."""
     for name in UNWATCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")

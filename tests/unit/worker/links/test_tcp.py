@@ -30,7 +30,7 @@ def ends() -> Iterator[tuple[TcpChannel, TcpChannel]]:
 
 
 def outcome(pending: Pending, timeout_s: float = 30.0) -> Future[None]:
-    """The outcome of `pending`, waited for on a thread of its own."""
+    """The outcome of `pending`, which a separate thread waits for."""
     done: Future[None] = Future()
 
     def wait() -> None:

@@ -44,7 +44,7 @@ class TestCudaBackendOverTheBindings(BackendContract):
 
 
 def test_any_thread_may_call(driver: FakeDriver) -> None:
-    """The driver requires a current context on each thread, which a thread that has not used the device lacks."""
+    """The driver requires a current context on each thread. A thread that has not used the device yet has none."""
     memory = open_small(open_fake())
     thread = threading.Thread(target=memory.drop_layers, args=([1, 2],))
     thread.start()
@@ -156,7 +156,7 @@ def _fill(memory: DeviceMemory, layer: int) -> bytes:
 
 
 def _compare_books(memory: DeviceMemory, driver: FakeDriver) -> None:
-    """The driver has mapped exactly what the books list, and all of it is accessible."""
+    """Checks that the driver has mapped exactly what the books list, and that all of it is accessible."""
     extents = memory.parameters.extent_count + sum(window.extent_count for window in memory.kv.windows)
     assert driver.counts.mappings == extents == memory.pool.extent_count - memory.pool.free_count
     assert driver.counts.handles == memory.pool.extent_count

@@ -154,8 +154,8 @@ def ask(ranked: Ranked, name: str, *arguments: object) -> Any:
 
 
 def compare(ranked: Ranked, driver: FakeDriver) -> None:
-    """Both ranks must have mapped what the books list, and the other rank's driver must agree with its mirror in this
-    process.
+    """Checks that both ranks have mapped what the books list, and that the other rank's driver agrees with its mirror
+    in this process.
     """
     memory = ranked.engine.memory
     assert isinstance(memory, RankedMemory)

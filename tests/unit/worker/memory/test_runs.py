@@ -35,7 +35,7 @@ def scattered(sizes: Sequence[int], first: int, device: str = "cpu") -> list[tor
 
 
 def compare(device: str) -> None:
-    """The kernel must copy exactly the bytes of the runs, into a slot and out of it."""
+    """Checks that the kernel copies exactly the bytes of the runs, into a slot and out of it."""
     kernel = RunKernel(torch.device(device))
     for sizes, first in SHAPES:
         runs = scattered(sizes, first, device)

@@ -122,7 +122,7 @@ def test_a_gpus_stages_are_timed_by_their_execution_not_by_their_launch() -> Non
 
 
 def test_a_first_stage_on_a_gpu_reports_its_time_to_the_cost_model(engine: Engine) -> None:
-    """Its `run_stage` returns at once, so timing the call would measure only the launch."""
+    """On a GPU, `run_stage` returns at once, so timing the call would measure only the launch."""
     gpu, costs = Gpu(), OnlineCost()
     watch = EventWatch(gpu.record, lambda: gpu.now_s)
 

@@ -122,14 +122,14 @@ def test_prompts_are_spread_further_while_others_wait_for_room() -> None:
 
 
 def test_a_short_prompt_progresses_among_decodes_while_others_wait_for_room() -> None:
-    """Its fair share of each microbatch is less than the smallest chunk."""
+    """The prompt's fair share of each microbatch is less than the smallest chunk."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], waiting=3, full=True))
     assert share[-1] == (20, MIN_CHUNK_TOKENS)
 
 
 def test_a_prompt_progresses_if_batches_have_less_room_than_the_smallest_chunk() -> None:
-    """Batches have this little room while a restore is being prepared."""
+    """Batches have so little room while a restore is being prepared."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], tokens=10 + 8))
     assert [index for index, _ in share[:-1]] == [*range(10)]

@@ -174,7 +174,9 @@ def test_a_profile_that_makes_some_batches_free_is_corrected(
 @settings(max_examples=60, deadline=None)
 @given(steps_st, st.booleans())
 def test_the_fit_is_never_worse_than_the_profile(steps: list[tuple[list[Chunk], float]], has_profile: bool) -> None:
-    """Checked right after each fit, on all steps so far, as long as no batch size has more steps than are kept."""
+    """Checks the fit right after it is made, on all steps so far, as long as no batch size has more steps than are
+    stored.
+    """
     online = entered(PROFILE if has_profile else None)
     seen: list[tuple[list[Chunk], float]] = []
     sizes: dict[int, int] = {}
