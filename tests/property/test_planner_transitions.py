@@ -95,7 +95,8 @@ class TransitionMachine(RuleBasedStateMachine):
                 self.phases[key] = Phase.COMMITTING
             case p.WorkerCall.ABORT if command.journal.stage is Stage.EXCHANGING:
                 assert command.journal.kind is TransitionKind.RESTORE, "only a restore can be aborted while exchanging"
-                # A new planner may not know yet that a member has failed. The member has left the transition then.
+                # A new planner may not know yet that a member has failed. Such a member has already left the
+                # transition.
                 assert phase in (Phase.EXCHANGING, Phase.DONE, Phase.FAILED)
             case p.WorkerCall.ABORT:
                 assert phase in (None, *_TAKEN_BACK), f"{worker_id} was asked to abort epoch {epoch} while {phase}"
@@ -298,7 +299,7 @@ _TAKEN_BACK = (Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 
 
 def test_transitions_keep_their_promises_in_any_history() -> None:
-    """Also checks that transitions end in each way, since a run without some outcome would prove nothing about it."""
+    """Also checks that every outcome of a transition occurs, since otherwise the run would prove nothing about it."""
     ENDINGS.clear()
     run_state_machine_as_test(
         TransitionMachine, settings=settings(max_examples=250, stateful_step_count=60, deadline=None)

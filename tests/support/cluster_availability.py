@@ -19,7 +19,7 @@ _SERVED_S = 25.0  # if most workers have been healthy for this long, one must se
 
 @dataclass(slots=True)
 class _Seen:
-    """Connections and service that one dispatcher lacks, each with the time since when."""
+    """Connections and service that one dispatcher is missing, each with the time at which it went missing."""
 
     unserved_since_s: float | None = None
     apart_since_s: dict[WorkerKey, float] = field(default_factory=dict[WorkerKey, float])

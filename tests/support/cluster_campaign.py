@@ -44,7 +44,7 @@ _LOSES = 0.2  # share of the clusters that lose a follower while another instanc
 _LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with longer requests, which hardly fit one instance
 _STORY_S = 9.0  # duration of the arrivals, which come in two bursts
 _HEALED_WITHIN_S = 60.0
-_STANDS_WITHIN_S = 30.0  # after the last fault, until an instance is parked or serves again
+_STANDS_WITHIN_S = 30.0  # from the last fault until an instance is parked or serves again
 _PATIENCE_S = 300.0  # for all requests to end, even on one slow worker that swaps
 _LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # the longest fault plus slack
 _LEAVES_S = 100.0  # a member without memory for a second group restores only after the old group's requests have ended
@@ -280,9 +280,7 @@ def _heal(world: World) -> None:
 
 
 def _check_stages(world: World) -> None:
-    """Every transition must leave each stage before that stage's deadline, because obstacles end and members report
-    it.
-    """
+    """Checks that every transition left each stage before its deadline: obstacles end, and members report that."""
     for record in (record for node in world.planners.values() for record in node.records):
         for stage, longest_s in _LONGEST_S.items():
             if stage is Stage.EXCHANGING and record.journal.kind is TransitionKind.RESTORE:

@@ -64,7 +64,7 @@ class Kind(StrEnum):
 
 # Stages as journaled, before any member has been notified.
 _STAGES = {"planned": Stage.PREPARING, "decided": Stage.COMMITTING, "over": Stage.DONE}
-# Drawn often, since transitions must survive these; the others are drawn now and then.
+# Drawn often, since transitions must survive these faults; the others are drawn less often.
 _OFTEN = (
     *(Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
     *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER, Kind.NETWORK, Kind.NETWORK, Kind.NO_DISCOVERY),
@@ -386,7 +386,7 @@ class Swarm:
                 acts.cut(one, other, for_s)
 
     def _everybody(self, me: str) -> list[str]:
-        """All processes that a worker talks to."""
+        """All processes that a worker communicates with."""
         world = self.world
         dispatchers = [node.name for node in world.dispatchers]
         return [name for name in (*world.instances, *world.monitors, *world.planners, *dispatchers) if name != me]

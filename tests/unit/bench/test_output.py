@@ -41,7 +41,7 @@ def test_table_of_nothing_has_dashes() -> None:
     assert "-" in printed(render(bench_result(ReplayRun([], [], False, 0.0, 0))))
 
 
-def test_verification_is_shown_once_it_is_there() -> None:
+def test_verification_is_shown_once_available() -> None:
     result = bench_result(bursty_run())
     verified = result.policies["recompute"].model_copy(
         update={"verified_count": 24, "token_mismatches": 0, "near_ties": 1}

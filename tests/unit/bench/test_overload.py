@@ -53,7 +53,7 @@ def test_policies_carry_knobs_as_flags() -> None:
 
 
 @pytest.mark.parametrize("words", [COMPARED, ABLATION, SWEEP])
-def test_lists_of_contestants_are_understood(words: tuple[str, ...]) -> None:
+def test_lists_of_contestants_are_parsed(words: tuple[str, ...]) -> None:
     specs = parse_policies(",".join(words))
     assert len({json.dumps([spec.policy, dict(spec.knobs)]) for spec in specs}) == len(words)
 
@@ -172,7 +172,7 @@ def test_flags_that_make_no_sense_together_are_named(text: str, why: str) -> Non
         settle(flags(text))
 
 
-def test_emulated_workers_replay_a_trace_as_it_is(tmp_path: Path) -> None:
+def test_emulated_workers_replay_an_unchanged_trace(tmp_path: Path) -> None:
     given, own = flags(EMULATED), flags("")
     settle(given)
     settle(own)
@@ -257,7 +257,7 @@ def test_a_plan_without_an_overload_says_so() -> None:
     assert describe_plan("burst", steep).endswith("130% at the peak, if nobody waited")
 
 
-def test_a_comparison_goes_on_only_with_the_same_arguments_and_plan(tmp_path: Path) -> None:
+def test_a_comparison_continues_only_with_the_same_arguments_and_plan(tmp_path: Path) -> None:
     model, out = make_tiny("llama", tmp_path / "m"), tmp_path / "out"
     given = arguments(model)
     out.mkdir()

@@ -46,7 +46,7 @@ def worker(name: str, used: int, waiting: int, block_count: int = 10) -> WorkerS
 
 
 def status(*workers: WorkerStatus, backlog: int = 0, groups: Sequence[Sequence[str]] | None = None) -> ClusterStatus:
-    """Every worker forms its own group unless `groups` is given."""
+    """A cluster's status. Every worker forms its own group unless `groups` is given."""
     return ClusterStatus(
         dispatcher_id="dispatcher-0",
         address="127.0.0.1:2",

@@ -22,7 +22,7 @@ from tests.support.waiting import soon
 from tools.local.state_server import PrivateStateServer
 
 
-def test_words_that_make_no_sense_are_passed_over() -> None:
+def test_malformed_messages_are_ignored() -> None:
     heard: list[tuple[RequestId, int]] = []
 
     async def story() -> None:
@@ -48,7 +48,7 @@ def test_words_that_make_no_sense_are_passed_over() -> None:
     assert set(heard) == {(RequestId("r"), 7)}
 
 
-async def test_a_claim_whose_answer_was_lost_may_be_asked_for_again() -> None:
+async def test_a_claim_whose_answer_was_lost_may_be_repeated() -> None:
     """redis-py runs the script once more if the connection breaks after it has run."""
     async with _stores("d", "e") as (_, mine, other):
         claim = Claim(RequestId("r"), serial=5, secret_hash="hash")

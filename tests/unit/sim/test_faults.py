@@ -14,7 +14,7 @@ from sim.world import World
 from tests.support.simulated import burst, options
 
 
-def test_requests_of_a_worker_that_crashes_go_on_elsewhere() -> None:
+def test_requests_of_a_crashed_worker_continue_elsewhere() -> None:
     crash = Fault(at_s=3.0, kind=FaultKind.CRASH, worker=1)
     made = replace(options("recompute", cluster="3xA100-40G"), faults=(crash,))
     world = World(made, burst(burst_per_s=4.0))
@@ -66,7 +66,7 @@ def test_an_alarm_during_a_pause_does_not_end_a_step_early() -> None:
     assert tokens_at_s(0.4) == tokens_at_s()
 
 
-def test_a_slow_worker_is_slow_for_as_long_as_it_is_said() -> None:
+def test_a_slow_worker_is_slow_for_the_given_time() -> None:
     slow = Fault(at_s=0.0, kind=FaultKind.SLOW, worker=0, factor=5.0, duration_s=2.0)
     lone = World(replace(options(cluster="1xA100-40G"), faults=(slow,)), [Arrival(0.1, 300, 60)]).run().records[0]
     gaps_s = [b - a for a, b in pairwise(lone.token_times_s)]
@@ -74,7 +74,7 @@ def test_a_slow_worker_is_slow_for_as_long_as_it_is_said() -> None:
     assert lone.token_times_s[-1] > 2.0
 
 
-def test_faults_that_cannot_be_are_told() -> None:
+def test_impossible_faults_are_refused() -> None:
     with pytest.raises(ConfigError, match="worker 7 is not there; there are 0 to 1"):
         World(replace(options(), faults=(Fault(at_s=1.0, kind=FaultKind.CRASH, worker=7),)), [])
     with pytest.raises(ConfigError, match="factor must be above 0"):
