@@ -52,6 +52,17 @@ def large(name: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
+async def test_the_end_of_an_idle_process_fails_no_grammar(tokenizer_file: Path) -> None:
+    async with checks(tokenizer_file) as made:
+        await made.check(regex("a"), (), "one")
+        [process] = made._free  # pyright: ignore[reportPrivateUsage]
+        for pause_s, text in ((0.0, "b"), (0.3, "c")):
+            process.kill()
+            await asyncio.sleep(pause_s)
+            await made.check(regex(text), (), "one")
+            [process] = made._free  # pyright: ignore[reportPrivateUsage]
+
+
 async def test_an_invalid_grammar_is_refused_each_time(tokenizer_file: Path) -> None:
     async with checks(tokenizer_file) as made:
         for _ in range(2):
@@ -123,13 +134,21 @@ async def test_too_many_waiting_grammars_are_refused(tokenizer_file: Path, monke
         assert not made._turns
 
 
-async def test_a_process_that_dies_refuses_its_grammar_and_no_other(tokenizer_file: Path) -> None:
+async def test_a_process_that_dies_refuses_its_grammar_and_no_other(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with checks(tokenizer_file) as made:
-        await made.check(regex("x"), (), "one")
-        made._free[0].kill()
-        await made._free[0].wait()
-        with pytest.raises((InvalidRequest, OSError)):
-            await made.check(regex("y"), (), "one")
+        start = made._start
+
+        async def dying() -> asyncio.subprocess.Process:
+            process = await start()
+            process.kill()
+            return process
+
+        with monkeypatch.context() as patch:
+            patch.setattr(made, "_start", dying)
+            with pytest.raises(InvalidRequest, match="too large"):
+                await made.check(regex("y"), (), "one")
         await made.check(regex("y1"), (), "one")
 
 

@@ -77,10 +77,10 @@ class Parts:
         if self.asked[-1] != "Bearer good":
             raise Unauthenticated("the token is not known here")
 
-    async def serve(self, client: Client, act: Handler) -> None:
+    async def serve(self, client: Client, act: Handler, kind: str = "chatcmpl") -> None:
         scope: Any = {"type": "http", "headers": [(k.encode(), v.encode()) for k, v in client.headers.items()]}
         send: Any = client.send
-        await self.door.endpoint(PATH, "chatcmpl", act)(scope, client.receive, send)
+        await self.door.endpoint(PATH, kind, act)(scope, client.receive, send)
 
     def count(self, status: int) -> float | None:
         labels = {"route": PATH, "status": str(status)}
@@ -157,12 +157,18 @@ async def test_long_answers_are_compressed_for_clients_that_accept_it() -> None:
     async def long(_: Call) -> Reply:
         return {"text": "ship " * 10_000}
 
-    for accepted, packs in (("gzip, deflate", True), ("identity", False)):
+    for accepted, packs in (
+        ("gzip, deflate", True),
+        ("identity", False),
+        ("gzip;q=0, br", False),
+        ("gzip;q=0.5", True),
+    ):
         client = Client(headers={"accept-encoding": accepted})
         await Parts().serve(client, long)
         body = gzip.decompress(client.body) if packs else client.body
         assert len(json.loads(body)["text"]) == 50_000
         assert ((b"content-encoding", b"gzip") in client.sent[0]["headers"]) is packs
+        assert (b"vary", b"accept-encoding") in client.sent[0]["headers"]
         assert (b"content-length", b"%d" % len(client.body)) in client.sent[0]["headers"]
 
 
@@ -282,6 +288,10 @@ async def test_failures_are_reported_before_and_after_the_first_byte() -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
     assert client.sent[-1]["more_body"] is False
     assert parts.count(503) == 2
+    client = Client()
+    await parts.serve(client, late, "resp")
+    kind, _, data = client.body.decode().split("\n\n")[-2].partition("\ndata: ")
+    assert (kind, json.loads(data)["type"], json.loads(data)["code"]) == ("event: error", "error", "overloaded")
 
 
 async def test_the_caller_is_authenticated_before_a_large_body_is_read() -> None:

@@ -149,6 +149,21 @@ CASES: list[tuple[str, str, tuple[str, str, list[Call]]]] = [
         ("hm", "Yes.", []),
     ),
     ("openai", "plain", ("", "plain", [])),
+    *(
+        (
+            "openai",
+            f"{role}<|message|>{{}}<|call|><|start|>assistant<|channel|>final<|message|>a",
+            ("", "a", [("f", "{}")]),
+        )
+        for role in (
+            " to=functions.f<|channel|>commentary json",
+            "to=functions.f<|channel|>commentary <|constrain|>json",
+            "<|channel|>analysis<|message|><|end|><|start|>assistant to=functions.f<|channel|>commentary json",
+            "<|channel|>analysis<|message|><|end|><|start|>assistant to=functions.f",
+        )
+    ),
+    ("openai", "<|channel|>commentary to=functions. <|constrain|>json<|message|>{}<|call|>", ("", "{}", [])),
+    ("openai", " to=ground it", ("", " to=ground it", [])),
     (
         "qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
@@ -189,7 +204,7 @@ _PIECES = (
     "[ARGS]", "{", "}", '"', "\\", "\n", " ", "words", "<", "<function=a>", "<parameter=city>", "</parameter>",
     "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", DS_BEGIN, DS_END, "<｜tool▁call▁begin｜>",
     "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "<|channel|>", "analysis", "<|message|>", "<|end|>", "[", "]",
-    "a", "to=functions.", "<|python_tag|>",
+    "a", "to=functions.", "<|python_tag|>", "<|start|>", "<|call|>",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Request fields are followed, or refused by name."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from services.gateway.openai.responses import ResponsesRequest
 from services.gateway.openai.sampling import priority_of
 from services.gateway.openai.structure import form_of
 from services.gateway.openai.tools import tool_use_of
+from services.gateway.openai.writing import completion_logprobs, encoded
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
@@ -62,6 +64,21 @@ def test_older_names_of_structured_outputs_are_followed() -> None:
     assert chat(guided_json={"type": "object"}).structured == {"json": {"type": "object"}}
     with pytest.raises(Failure):
         _ = chat(guided_regex="a", structured_outputs={"regex": "a"}).structured
+    for several in ({"json": {}, "regex": "a"}, {"json": {}, "whitespace_pattern": "x"}, {"regex": "a", "other": 1}):
+        with pytest.raises(Failure, match="structured_outputs"):
+            form_of(None, several)
+    assert (
+        form_of(None, {"regex": "a", "json_object": False, "disable_any_whitespace": False}).grammar
+        == form_of(None, {"regex": "a"}).grammar
+    )
+
+
+def test_a_message_of_many_thoughts_is_read_in_linear_time() -> None:
+    parts = [{"type": "thinking", "thinking": str(number)} for number in range(20_000)]
+    began_s = time.process_time()
+    [_, said] = messages_for_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": parts}])
+    assert said["thinking"].count("\n") == 19_999
+    assert time.process_time() - began_s < 5.0
 
 
 def test_reasoning_in_history_reaches_the_template_under_all_its_names() -> None:
@@ -208,6 +225,16 @@ def test_offsets_in_a_stream_equal_those_of_a_whole_answer_although_its_text_lag
         event = stream.chunk(0, GenerationChunk(request_id="a", text=text, **part))
         streamed += offsets(json.loads(event[6:])["choices"][0])
     assert streamed == offsets(whole["choices"][0]) == [0, 2, 4]
+
+
+def test_alternatives_that_are_parts_of_characters_stay_apart() -> None:
+    halves = tuple(TokenLogprob(token_id, -1.0, bytes([0xE2, 0x90 + token_id])) for token_id in range(3))
+    found, _ = completion_logprobs([Logprobs(halves[0], halves[1:])], 0)
+    assert found["top_logprobs"] == [{rf"bytes:\xe2\x9{token_id}": -1.0 for token_id in (1, 2, 0)}]
+
+
+def test_a_lone_surrogate_of_a_call_does_not_break_the_answer() -> None:
+    assert json.loads(encoded({"name": "a\ud800"})) == {"name": "a?"}
 
 
 def test_the_logprobs_field_of_completions() -> None:
