@@ -326,7 +326,7 @@ def simulated(
             )
         ),
         execution=StageProfile(machine.execution),
-        geometry=geometry,
+        geometries=(geometry,),
         contention=known.contention,
     )
     arrivals = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in trace.requests]
