@@ -334,9 +334,7 @@ class Conductor:
         return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
-        """Evaluate how many instances should serve, and park or wake instances accordingly. Returns no commands if
-        nothing changes.
-        """
+        """Evaluate how many instances should serve, and park or wake instances accordingly."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
         may_shrink = isinstance(self._change, SizeRequest)
         away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
@@ -552,9 +550,7 @@ class Conductor:
     # ------------------------------------------------------------ leadership
 
     def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[p.Command]:
-        """Continue with the newer of the stored and the remembered journal, because the state server may have lost
-        writes.
-        """
+        """Continue with the newer of the stored and the remembered journal: the state server may have lost writes."""
         journal = self._latest(stored, self.newest)
         self._give_up()
         self.newest = journal

@@ -233,9 +233,7 @@ def test_a_drop_does_not_help_requests_that_have_waited_long() -> None:
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
-    """In addition to bubbles, times between tokens are half as long again with two stages, and a quarter longer with
-    four.
-    """
+    """In addition to bubbles, token times are half as long again with two stages, and a quarter longer with four."""
     future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
     alone_s, two_s, four_s = (
         look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
