@@ -159,7 +159,7 @@ class Scheduler(GroupCounts):
         return first, keys if self.swap.brings_within(len(keys), computing_s) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
-        """Blocks that the sequence needs and that no other one holds, once those in `without` are preempted."""
+        """Number of blocks that the sequence needs and no other one holds, once those in `without` are preempted."""
         need = self.need(sequence)
         if sequence.state is SequenceState.SWAPPED or not (numbers := self.prefixes.match(sequence)):
             return need
@@ -516,7 +516,7 @@ class Scheduler(GroupCounts):
             self._recompute(lost, at_s, f"host memory is needed for {victim.name}")
 
     def forget_swapped(self, at_s: float, why: str, who: Container[SequenceId] | None = None) -> list[Sequence]:
-        """Drop the swapped KV of all sequences, or of `who`, and recompute them, because the group changes."""
+        """Drop swapped KV of all sequences, or of those in `who`, and recompute them, because the group changes."""
         self.swap.drop_mirrors(who)
         lost = [s for s in self.swap.sequences if who is None or s.sequence_id in who]
         self.offline_work.lost_tokens_total += sum([s.computed_tokens for s in lost if s.rank == OFFLINE_RANK])

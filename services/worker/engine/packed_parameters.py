@@ -78,13 +78,14 @@ def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedP
     shape[axis] //= division.count
     if block >= size:
         blocks[axis] = size // division.count
+    share = replace(packing, shape=tuple(shape), block=(blocks[0], blocks[1]))
     return PackedParameter(
-        replace(packing, shape=tuple(shape), block=(blocks[0], blocks[1])),
+        share,
         [
             replace(source, first_row=source.first_row // (division.count if axis == -2 else 1))
             for source in whole.sources
         ],
-        whole.multiplied,
+        whole.multiplied and scaled_products.fits(share, torch.bfloat16),
         RankShare(RankCut(axis, cut.parts // joined), division, block < size),
     )
 

@@ -248,6 +248,8 @@ class GpuSampler:
 
     def launch(self, rows: GpuRows, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> GpuChoosing:
         row_count, vocabulary = logits_RV.shape
+        if rows.edit_count or rows.penalised:
+            logits_RV = logits_RV.float()  # small changes would be lost by rounding
         there = iter(uploaded)
         numbers, wholes = next(there), next(there)
         masks = next(there) if rows.masked else wholes

@@ -138,6 +138,8 @@ class KvWindow:
             owner.grow(extents_per_layer)
             if clear:
                 owner.bytes[before : owner.mapped_bytes].zero_()
+        if clear and wanted:
+            self._pool.backend.synchronise()  # KV is received on another stream, and must not be cleared afterwards
         return self.block_count
 
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:

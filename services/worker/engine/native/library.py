@@ -232,9 +232,8 @@ class Kernels:
 
     def pack(self, packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
         """Write rows [first_row, first_row + len(rows)) of a matrix to its packed form."""
-        self._functions["pack"](
-            _DTYPES[packed.dtype], packed.data_ptr(), first_row, rows.contiguous().data_ptr(), *rows.shape
-        )
+        rows = rows.contiguous()
+        self._functions["pack"](_DTYPES[packed.dtype], packed.data_ptr(), first_row, rows.data_ptr(), *rows.shape)
 
     def unpack(self, packed: torch.Tensor, rows: torch.Tensor, inputs: int) -> torch.Tensor:
         """The rows of a matrix selected by index (int64), as a fresh [rows, inputs] tensor."""
