@@ -327,17 +327,13 @@ class Conductor:
         return told + self.start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
-        """Seconds since the first overload that could not be compared because data was missing; 0 if the last one is
-        not recent.
-        """
+        """Seconds since the first overload that lacked data for a comparison; 0 if the last one is not recent."""
         if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
             return 0.0
         return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
-        """Evaluate how many instances should serve, and park or wake instances accordingly. Returns no commands if
-        nothing changes.
-        """
+        """Evaluate how many instances should serve, and park or wake some if needed; no commands: nothing changes."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
         may_shrink = isinstance(self._change, SizeRequest)
         away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
@@ -553,9 +549,7 @@ class Conductor:
     # ------------------------------------------------------------ leadership
 
     def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[p.Command]:
-        """Continue with the newer of the stored and the remembered journal, because the state server may have lost
-        writes.
-        """
+        """Continue with the newer of the stored and the remembered journal. The state server may have lost writes."""
         journal = self._latest(stored, self.newest)
         self._give_up()
         self.newest = journal
