@@ -247,7 +247,7 @@ class SimInstance(Turns):
             self._clock.at(self._alarm_at_s, self._alarm_label, self._wake)
 
     def _wake(self) -> None:
-        if self._resting or self.paused:
+        if self._resting:
             self._go_on()
 
     def _run(self) -> Times:

@@ -16,7 +16,7 @@ MAX_TEXT_CHARS: Final = 1024  # limit of model names and reasons
 MAX_ADDRESS_CHARS: Final = 512
 MAX_LAYERS: Final = 10_000
 MAX_MEMBERS: Final = 1024  # limit on the members of one group
-MAX_GROUPS: Final = 10_000
+MAX_GROUPS: Final = 1 << 16  # no fewer than the instances that a monitor admits
 MAX_BYTES: Final = 1 << 50  # limit of one instance; sums over thousands of instances fit into an int64
 # Limit of a layout's epoch, which grows by one with each change.
 MAX_EPOCH: Final = 1 << 52

@@ -155,9 +155,11 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- layout
 
     async def watch_layout(
-        self, poll_s: float, on_layout: Callable[[Layout], None], on_reach: Callable[[Reach | None], None]
+        self, poll_s: float, on_layout: Callable[[Layout], None], on_reach: Callable[[Reach], None]
     ) -> None:
-        """Call `on_layout` and `on_reach` with each changed layout and reach."""
+        """Call `on_layout` and `on_reach` with each changed layout and reach. Missing or invalid ones are ignored:
+        the planner stores them again.
+        """
         known: str | None = None
         known_reach: str | None = None
         while True:
@@ -172,9 +174,10 @@ class DispatcherStore:
                 if layout is not None:
                     get_logger().info("layout", epoch=layout.epoch, groups=len(layout.groups), reason=layout.reason)
                     on_layout(layout)
-            if reach != known_reach:
-                known_reach = reach
-                on_reach(_decode_reach(reach))
+            if reach is not None and reach != known_reach:
+                known_reach, decoded = reach, _decode_reach(reach)
+                if decoded is not None:
+                    on_reach(decoded)
             try:
                 async with asyncio.timeout(poll_s):
                     await self._hint.wait()
@@ -355,10 +358,10 @@ class DispatcherStore:
                     get_logger().warning("claims are left to expire", count=len(batch))
 
 
-def _decode_reach(body: str | None) -> Reach | None:
-    """Decode the stored reach; None if it is missing or invalid, in which case no request counts as long."""
+def _decode_reach(body: str) -> Reach | None:
+    """Decode the stored reach; None if it is invalid, in which case the previous one remains current."""
     try:
-        return None if body is None else read_reach(body)
+        return read_reach(body)
     except ValueError as error:
         get_logger().warning("reach in the state server cannot be used", why=str(error))
         return None

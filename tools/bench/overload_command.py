@@ -241,9 +241,10 @@ def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
         _ComparisonPart(
             workers,
             args.out if len(numbers) == 1 else args.out / f"workers-{workers}",
-            [spec for spec in specs if spec.pipeline_degree <= workers],
+            chosen,
         )
         for workers in numbers
+        if (chosen := [spec for spec in specs if spec.pipeline_degree <= workers])
     ]
 
 

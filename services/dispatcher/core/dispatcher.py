@@ -114,6 +114,8 @@ class DispatcherCore:
     def handle(self, event: d.Event) -> Sequence[d.Command]:
         commands = self._handle(event)
         if released := self.fleet.release_former():
+            for key in released:
+                self._placement.prefixes.forget(key)
             return [*commands, *map(d.Disconnect, released)]
         return commands
 

@@ -7,6 +7,7 @@ Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`),
 import ast
 import functools
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -454,33 +455,47 @@ def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
     return True
 
 
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+
+
 def _harmony(scanner: Scanner) -> Events:
     """Parse an answer of GPT-OSS, which is messages in channels: the channel `analysis` is reasoning, a message to a
-    function is a call, and all others are text.
+    function is a call, and all others are text. The recipient is named after the role or after the channel.
     """
     tags = ("<|channel|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>")
-    while (tag := (yield from until(scanner, tags, Text))) is not None:
-        if tag == "<|start|>":
-            _, tag = yield from collect(scanner, ("<|channel|>", "<|message|>"))
-        if tag != "<|channel|>":
-            continue
-        head, tag = yield from collect(scanner, ("<|message|>",))
+    ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+    start, role, tag = scanner.at, "", None
+    yield from space(scanner, " ")
+    if (yield from literal(scanner, "to=")):  # the prompt ends with the role, and the answer begins with its recipient
+        role, tag = yield from collect(scanner, ("<|channel|>", "<|message|>"))
+        role = f"to={role}"
+    if tag is None:
+        scanner.at = start
+    while True:
         if tag is None:
-            return
-        ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
-        _, _, target = head.partition("to=functions.")
-        if target:
-            yield CallBegin(target.split("<|")[0].split()[0])
+            role, tag = "", (yield from until(scanner, tags, Text))
+            if tag is None:
+                return
+        if tag == "<|start|>":
+            role, tag = yield from collect(scanner, ("<|channel|>", "<|message|>"))
+        channel = None
+        if tag == "<|channel|>":
+            channel, tag = yield from collect(scanner, ("<|message|>",))
+            if tag is None:
+                return
+        if tag == "<|message|>" and (to := _RECIPIENT.search(f"{role} {channel or ''}")):
+            yield CallBegin(to[1])
             yield from space(scanner)
             whole = yield from value(scanner, Arguments)
             yield CallEnd(whole)
             _, tag = yield from collect(scanner, ends)
-        elif head.strip().startswith("analysis"):
-            tag = yield from until(scanner, ends, Reasoning)
+        elif channel is None:
+            tag = None
         else:
-            tag = yield from until(scanner, ends, Text)
-        if tag == "<|start|>":
-            scanner.at -= len("<|start|>")
+            is_thought = channel.strip().startswith("analysis")
+            tag = yield from until(scanner, ends, Reasoning if is_thought else Text)
+        if tag != "<|start|>":
+            tag = None
 
 
 def _pythonic(scanner: Scanner) -> Events:

@@ -52,11 +52,16 @@ def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
     """Return (reasoning, other parts) of an assistant's content. Clients of Mistral and Anthropic send reasoning as
     parts.
     """
-    found = [cast(Mapping[str, Any], part) for part in parts if isinstance(part, Mapping)]
-    thoughts = [part for part in found if part.get("type") in _THOUGHT_PARTS]
+    thoughts, others = list[Mapping[str, Any]](), list[object]()
+    for part in parts:
+        given = cast(Mapping[str, Any], part) if isinstance(part, Mapping) else {}
+        if given.get("type") in _THOUGHT_PARTS:
+            thoughts.append(given)
+        else:
+            others.append(part)
     texts = [part.get("thinking") or part.get("text") or "" for part in thoughts]
     thought = "\n".join(text if isinstance(text, str) else text_of("thinking", text) for text in texts)
-    return thought or None, [part for part in parts if part not in thoughts]
+    return thought or None, others
 
 
 def text_of(field: str, content: object) -> str:

@@ -12,7 +12,7 @@ from services.gateway.errors import invalid
 from services.gateway.openai.chat import Head, Wishes, call_id
 from services.gateway.openai.requests import ChatRequest, Message, refused
 from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
-from services.gateway.openai.writing import dumps
+from services.gateway.openai.writing import dumps, event
 
 # Any: external JSON.
 Item = dict[str, Any]
@@ -304,7 +304,7 @@ class ResponsesWriter:
     def _event(self, kind: str, **fields: object) -> bytes:
         value = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
-        return f"event: {kind}\ndata: {dumps(value)}\n\n".encode()
+        return event(value, kind)
 
     def _status(self) -> str:
         if self._finish_reason is None:

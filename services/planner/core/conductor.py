@@ -276,13 +276,12 @@ class Conductor:
         return "another change is about to begin"
 
     def loads_read(self, event: p.LoadsRead) -> list[p.Command]:
-        if isinstance(self._change, SizeRequest) and event.failure:
+        change = self._change if self._change is not None and self._change.cause_id == event.cause_id else None
+        if isinstance(change, SizeRequest) and event.failure:
             return self._looked(event.at_s)
-        if self._change is not None and event.failure:
-            return self._deny(p.ChangeRefusal.NO_LOADS, Rejected(event.failure))
         if event.failure:
-            return []
-        if self._change is not None:
+            return [] if change is None else self._deny(p.ChangeRefusal.NO_LOADS, Rejected(event.failure))
+        if change is not None:
             self._load = event.load
         return _told(self.prediction_log.settle(event.load.traffic, event.at_s))
 
@@ -327,13 +326,15 @@ class Conductor:
         return told + self.start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
-        """Seconds since the first overload that lacked data for a comparison; 0 if the last one is not recent."""
+        """Seconds since the first overload that could not be compared because data was missing; 0 if the last one is
+        not recent.
+        """
         if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
             return 0.0
         return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
-        """Evaluate how many instances should serve, and park or wake some if needed; no commands: nothing changes."""
+        """Evaluate how many instances should serve, and park or wake instances accordingly."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
         may_shrink = isinstance(self._change, SizeRequest)
         away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
@@ -549,7 +550,7 @@ class Conductor:
     # ------------------------------------------------------------ leadership
 
     def take_over(self, stored: Journal | None, at_s: float, cause_id: str) -> list[p.Command]:
-        """Continue with the newer of the stored and the remembered journal. The state server may have lost writes."""
+        """Continue with the newer of the stored and the remembered journal: the state server may have lost writes."""
         journal = self._latest(stored, self.newest)
         self._give_up()
         self.newest = journal

@@ -60,6 +60,8 @@ def home_tokens(snapshot: Snapshot) -> float:
 def pair_gain(snapshot: Snapshot) -> float:
     """Return the factor by which KV capacity grows if two instances hold one copy of the parameters together."""
     model = snapshot.model
+    if model.layer_count < 2:
+        return 1.0
     budget, extent, _ = max(columns_of(snapshot.groups).members)
     blocks = [model.at(extent).block_count(budget, 0, layers) for layers in (model.layer_count, model.layer_count // 2)]
     return max(1.0, blocks[1] / 2 / max(1, blocks[0]))

@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._replays: dict[range, dict[int, Callable[[], None]]] = {}
         with torch.inference_mode():
             self._hidden_TD = model.embed(self._staged.token_ids_T[:rows], self._staged.positions_T[:rows])
-            model.reserve(max(tokens, rows))  # graphs contain the buffers' addresses, so the buffers may not grow later
+            model.reserve(max(tokens, rows))  # graphs contain the buffers' addresses
             for size in reversed(self._sizes):
                 try:
                     self._run(self._whole, size, base_block=0)
