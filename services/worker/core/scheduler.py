@@ -159,7 +159,7 @@ class Scheduler(GroupCounts):
         return first, keys if self.swap.brings_within(len(keys), computing_s) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
-        """Number of blocks that the sequence needs and no other one holds, once those in `without` are preempted."""
+        """Number of blocks that the sequence needs and no other one holds once those in `without` are preempted."""
         need = self.need(sequence)
         if sequence.state is SequenceState.SWAPPED or not (numbers := self.prefixes.match(sequence)):
             return need
