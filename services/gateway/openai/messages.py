@@ -54,11 +54,10 @@ def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
     """
     thoughts, others = list[Mapping[str, Any]](), list[object]()
     for part in parts:
-        given = cast(Mapping[str, Any], part) if isinstance(part, Mapping) else {}
-        if given.get("type") in _THOUGHT_PARTS:
+        if isinstance(part, Mapping) and (given := cast(Mapping[str, Any], part)).get("type") in _THOUGHT_PARTS:
             thoughts.append(given)
         else:
-            others.append(part)
+            others.append(cast(object, part))
     texts = [part.get("thinking") or part.get("text") or "" for part in thoughts]
     thought = "\n".join(text if isinstance(text, str) else text_of("thinking", text) for text in texts)
     return thought or None, others

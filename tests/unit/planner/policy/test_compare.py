@@ -200,9 +200,7 @@ COMPLETIONS = Traffic(
 
 
 def completing() -> Snapshot:
-    """The cluster that serves COMPLETIONS. Prompts use most of its memory; they are longer than most prompts of the
-    burst.
-    """
+    """The cluster that serves COMPLETIONS. Most of its memory holds prompts, longer than most of those in the burst."""
     groups = alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
     return Snapshot(SHAPE, tuple(group._replace(running_count=18, uncomputed_tokens=1800) for group in groups))
 
@@ -233,7 +231,7 @@ def test_a_drop_does_not_help_requests_that_have_waited_long() -> None:
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
-    """In addition to bubbles, token times are half as long again with two stages, and a quarter longer with four."""
+    """Besides bubbles, times between tokens are half as long again with two stages, a quarter longer with four."""
     future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
     alone_s, two_s, four_s = (
         look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
@@ -364,9 +362,7 @@ def test_parameters_are_not_restored_under_load_without_a_benefit() -> None:
 
 
 def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> None:
-    """After the restore there is room. Until then, dissolving pipelines hold memory that is not available to other
-    requests.
-    """
+    """After the restore there is room. Until then, dissolving pipelines hold memory that other requests cannot use."""
     snapshot = running(pairs(5 * BLOCKS // 4), 40)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     steady = replace(LONG, queued_count=0, queued_tokens=0, recent_count=60, minute_count=300, minute_tokens=150_000)
@@ -375,9 +371,7 @@ def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> Non
 
 
 def test_a_pipeline_does_not_dissolve_while_it_runs_more_than_its_members_can_hold() -> None:
-    """No requests arrive, and the targets would be met, but the running requests are long and have many tokens left to
-    generate.
-    """
+    """No requests arrive, and the targets would be met, but the long running requests have many tokens to generate."""
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in pairs(0).groups}
     quiet = replace(LONG, queued_count=0, queued_tokens=0, recent_count=0, minute_count=0, minute_tokens=0)
     quiet = replace(quiet, open_tokens=24 * 8000, ended_count=100, ended_tokens=20_000)
@@ -455,9 +449,7 @@ def test_one_prompt_is_not_computed_by_eight_instances() -> None:
 
 
 def test_requests_with_long_prompts_wait_longest() -> None:
-    """Compares prompts of equal length with prompts of the same mean, a few of which are eight times as long. Memory
-    and compute suffice.
-    """
+    """Equal prompts, or a few eight times as long at the same mean. Memory and compute suffice in both cases."""
     alike = replace(one_prompt(1000.0), rate_per_s=1.0, calm_per_s=1.0, waiting_count=0.0, waiting_tokens=0.0)
     spread = replace(alike, prompts=(650.0, 650.0, 650.0, 8000.0))
     same, differing = (
