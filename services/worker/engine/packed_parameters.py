@@ -93,8 +93,8 @@ def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedP
 def shares_of(
     parameters: Mapping[str, PackedParameter], cuts: Mapping[str, RankCut], division: Division
 ) -> dict[str, PackedParameter]:
-    """Parameters as one rank holds them: its shares of those in `cuts`, and all others whole. Parameters in `cuts` that
-    cannot be divided are left out.
+    """Parameters as one rank holds them: its shares of the parameters in `cuts`, and all others whole. Parameters in
+    `cuts` that cannot be divided are left out.
     """
     found = {n: divided(p, cuts[n], division) if n in cuts else p for n, p in parameters.items()}
     return {name: parameter for name, parameter in found.items() if parameter is not None}

@@ -102,7 +102,7 @@ class KvWindow:
         return self.blocks_of(self._held_layers)
 
     def blocks_of(self, layers: Iterable[int]) -> int:
-        """Number of blocks mapped in every one of these layers."""
+        """Number of blocks mapped in every one of `layers`."""
         return self._blocks_in(min((self._ranges[layer].mapped_bytes for layer in layers), default=0))
 
     def extents_for_blocks(self, block_count: int) -> int:
@@ -340,7 +340,9 @@ class KvCache:
             )
 
     def scratch(self, block_count: int) -> torch.Tensor:
-        """Allocate temporary bytes for blocks of one layer each, for `put`."""
+        """Allocate temporary device memory for `block_count` blocks of one layer; `put` copies its contents into the
+        cache.
+        """
         return self._pool.backend.scratch(block_count * self.shape.block_bytes)
 
     def put(self, layer: int, blocks: Sequence[int], came: torch.Tensor) -> None:

@@ -78,7 +78,8 @@ def main() -> None:
 
 
 def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> None:
-    # Imported late, because they import torch, which is slow, and the end of rank 0 must be noticed meanwhile.
+    # Imported late, because they import torch, which is slow, and the end of rank 0 must already be noticed before
+    # that.
     from services.worker.ranks import elsewhere
     from services.worker.ranks.group import meet
     from services.worker.ranks.runner import follow

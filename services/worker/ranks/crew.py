@@ -1,4 +1,4 @@
-"""The other ranks, from the view of rank 0: processes on this host and on others. All end when rank 0 does."""
+"""The other ranks, as rank 0 sees them: processes on this host and on others. All end when rank 0 does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_S = 120.0  # time limit for a process to load torch
 LOAD_S = 1800.0  # time limit for a rank to load its shard
 _ANSWER_S = 30.0  # time limit for a rank's answer between two steps
 _END_S = 5.0
-_FILES = 64  # files sent at once, each of which is open on both sides meanwhile
+_FILES = 64  # files sent at once; each is open on both sides until it has been received
 
 
 class _RankProcess:

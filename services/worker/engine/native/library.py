@@ -170,8 +170,8 @@ class Kernels:
         gate_up: tuple[torch.Tensor, torch.Tensor | None],
         down: tuple[torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
-        """The weighted sum of each row's chosen experts: `GatedExperts` in src/abi.h. `gate_up` and `down`:
-        dense matrices of all experts, and biases.
+        """The weighted sum of each row's chosen experts; see `GatedExperts` in src/abi.h. `gate_up` and `down`: dense
+        matrices of all experts, and biases.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, hidden), each, (experts, _, inner) = x.shape, chosen.shape[1], down[0].shape

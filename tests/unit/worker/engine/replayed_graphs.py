@@ -34,7 +34,7 @@ class Watched(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.used: set[int] = set()
-        self._made: list[torch.Tensor] = []  # allocated meanwhile, for which a graph has its own memory
+        self._made: list[torch.Tensor] = []  # allocated since then; a graph has its own memory for these
 
     def use(self, values: Sequence[Any]) -> None:
         made = {tensor.untyped_storage().data_ptr() for tensor in self._made}
@@ -212,7 +212,7 @@ def main() -> None:
             run_larger_step(engine)
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
-            for _ in range(2):  # first recorded, then replayed, with KV in memory of the dropped parameters
+            for _ in range(2):  # first recorded, then replayed, with KV in the memory of the dropped parameters
                 assert torch.equal(hidden_of(engine, engine.block_count - 3), expected_TD)
             assert (record.recorded, record.replayed) == (4, replayed + 1)
             engine.memory.make_room_for_layers(DROPPED, block_count=blocks)

@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_record_is_reported_at_once_and_no_rank_waits(
     assert not [each for each in psutil.Process().children() if "services.worker.ranks" in each.cmdline()]
 
 
-def test_a_sum_that_cannot_be_recorded_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_cannot_be_recorded_is_not_reported_as_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def allreduce(self, tensors: Sequence[torch.Tensor], opts: object) -> Work:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -174,10 +174,10 @@ def test_results_of_an_aborted_sum_are_discarded(model_dir: Path) -> None:
 
     class Silent:
         def tell(self, message: object) -> None:
-            """There is no other rank."""
+            """Does nothing, since there is no other rank."""
 
         def lost(self) -> None:
-            """The loss has not been noticed yet."""
+            """Returns no reason: the loss has not been noticed yet."""
 
     summing = Summing()
     group = RankGroup(cast(Any, summing), 0, 2, torch.device("cuda", 0))

@@ -140,7 +140,7 @@ def test_on_a_gpu_products_in_float8_are_near_those_of_dequantised_matrices(scal
         ({"quant_method": "awq", "version": "gemv"}, "'gemv' is not supported, gemm is"),
     ],
 )
-def test_a_method_that_is_not_read_is_refused_by_its_configuration(told: object, why: str, tmp_path: Path) -> None:
+def test_an_unsupported_method_is_refused_by_its_configuration(told: object, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         quantisation_of(tmp_path, {"quantization_config": told})
 
@@ -169,7 +169,7 @@ def changed(folder: Path, config: dict[str, Any] | None = None, **tensors: torch
         ("gptq", {}, {"{}.scales": torch.ones(4, 32, dtype=torch.float16)}, "its scales are of 32 outputs"),
     ],
 )
-def test_a_matrix_that_is_stored_in_another_way_is_refused(
+def test_a_matrix_stored_in_an_unexpected_format_is_refused(
     form: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], why: str, tmp_path: Path
 ) -> None:
     assert form in FORMATS

@@ -1,5 +1,5 @@
-"""The steps that a GPU runs before it serves, tested on the CPU: which steps they are, and how their memory is
-accounted for.
+"""The rehearsal steps that a GPU runs before it serves, tested on the CPU: which steps they are, and how their memory
+is accounted for.
 """
 
 import weakref
@@ -123,6 +123,6 @@ def sampling_bytes(sampling: SamplingParams) -> int:
         SamplingParams(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 1.0}, seed=2),
     ],
 )
-def test_no_request_takes_more_than_those_of_the_largest_steps(sampling: SamplingParams) -> None:
+def test_no_request_needs_more_memory_than_the_largest_steps(sampling: SamplingParams) -> None:
     row_bytes = 5000 * 4
     assert sampling_bytes(sampling) <= sampling_bytes(rehearsal._SAMPLING) + row_bytes

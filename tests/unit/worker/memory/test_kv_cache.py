@@ -129,7 +129,7 @@ def test_growth_beyond_the_free_extents_is_refused_and_changes_nothing(memory: D
     memory.check()
 
 
-def test_dropping_the_kv_of_lost_layers_lets_the_kept_ones_grow(memory: DeviceMemory) -> None:
+def test_dropping_the_kv_of_dropped_layers_lets_the_others_grow(memory: DeviceMemory) -> None:
     memory.parameters.drop([2, 3])
     assert memory.kv.window.drop(2) == memory.kv.window.drop(3) == KV_EXTENTS_PER_LAYER
     memory.check()
@@ -150,7 +150,7 @@ def test_the_kv_of_a_layer_is_dropped_once(memory: DeviceMemory) -> None:
     memory.check()
 
 
-def test_the_guard_knows_the_window_by_the_block(memory: DeviceMemory) -> None:
+def test_the_guard_determines_the_window_from_the_block(memory: DeviceMemory) -> None:
     memory.kv.window.shrink(2, used_blocks_end=0)
     left = memory.kv.block_count
     extents = memory.pool.free_count // LAYERS
@@ -181,6 +181,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         memory.kv.layer(1)[memory.kv.block_count - 1].fill_(2)
 
 
-def test_a_dtype_that_is_no_float_is_refused() -> None:
+def test_a_non_float_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache\.dtype"):
         KvShape(layer_count=1, block_tokens=1, kv_heads=1, head_dim=1, dtype=torch.int8)

@@ -52,7 +52,7 @@ def open_ranks(model: Path) -> Ranked:
     return load_ranked(share, ["cpu"] * RANKS, RankLog())
 
 
-def test_a_layer_of_experts_comes_back_on_all_ranks(driver: FakeDriver, tmp_path: Path) -> None:
+def test_a_layer_of_experts_is_restored_on_all_ranks(driver: FakeDriver, tmp_path: Path) -> None:
     folder = write_family("qwen3_moe", tmp_path)
     share = partial(load_share, folder, device_memory_bytes=8 << 20, dtype="float64", extent_bytes=EXTENT_BYTES)
     ranked = load_ranked(share, ["cpu"] * RANKS, RankLog())
@@ -168,8 +168,8 @@ def ask(ranked: Ranked, name: str, *arguments: object) -> Any:
 
 
 def compare(ranked: Ranked, driver: FakeDriver) -> None:
-    """Both ranks must have mapped what the books list, and the other rank's driver must agree with its mirror in this
-    process.
+    """Checks that both ranks have mapped what the books list, and that the other rank's driver agrees with its mirror
+    in this process.
     """
     memory = ranked.engine.memory
     assert isinstance(memory, RankedMemory)
@@ -180,7 +180,7 @@ def compare(ranked: Ranked, driver: FakeDriver) -> None:
     assert ask(ranked, "said") == ("", (memory.pool.extent_count, reservations, mapped, 0))
 
 
-def test_devices_that_do_not_reach_each_other_take_part_in_no_drop(driver: FakeDriver, model: Path) -> None:
+def test_devices_without_peer_access_take_part_in_no_drop(driver: FakeDriver, model: Path) -> None:
     other = open_fake(1)
     other.create(EXTENT_BYTES, (4 << 20) // EXTENT_BYTES)
     driver.set_peers(False)

@@ -47,7 +47,7 @@ def called(nodes: Nodes, rank: int, session: str, lanes: tuple[str, ...] = LANES
     return [each for each in found if each is not None]
 
 
-def test_ranks_of_a_host_are_told_apart(nodes: Nodes) -> None:
+def test_ranks_of_a_host_are_distinguished(nodes: Nodes) -> None:
     assert [list(nodes.of(node)) for node in range(2)] == [[0, 1], [2, 3]]
     assert replace(nodes, address="[::1]:29500").host_port == ("::1", 29500)
     assert SECRET.decode() not in repr(nodes)
@@ -107,7 +107,7 @@ def test_ranks_that_load_wait_for_each_other_as_long_as_loading_may_take(tmp_pat
         assert list(threads.map(load_and_sum, range(2))) == [2.0, 2.0]
 
 
-def test_all_ranks_of_other_hosts_are_found_whoever_comes_first(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_all_ranks_of_other_hosts_are_found_in_any_order(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     calls = [pool.submit(called, nodes, rank, "a") for rank in (3, 2)]  # before the first host listens
     time.sleep(0.1)
     far = NodeListener(nodes).gather(WITHIN_S)
@@ -127,7 +127,7 @@ def test_all_ranks_of_other_hosts_are_found_whoever_comes_first(nodes: Nodes, po
     close(far)
 
 
-def test_a_rank_that_is_started_again_takes_its_own_place(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_a_restarted_rank_replaces_itself(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
     first = called(nodes, 2, "first", LANES[:2])  # this process ends before its last lane is connected
     again, other = called(nodes, 2, "again"), called(nodes, 3, "other")
@@ -184,7 +184,7 @@ def test_callers_with_another_protocol_delay_no_one(nodes: Nodes, pool: ThreadPo
         each.close()
 
 
-def test_an_address_of_another_host_is_no_place_to_listen(nodes: Nodes) -> None:
+def test_listening_on_an_address_of_another_host_is_refused(nodes: Nodes) -> None:
     with pytest.raises(ConfigError, match=r"worker\.dist_init_addr.*first host"):
         NodeListener(replace(nodes, address="192.0.2.1:29500"))
 
