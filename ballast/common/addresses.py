@@ -1,6 +1,7 @@
-"""Addresses of dispatchers: host:port, comma-separated."""
+"""Addresses of the form host:port, in which an IPv6 address is in brackets: [::1]:50051."""
 
 import os
+import socket
 from collections.abc import Sequence
 
 from ballast.common.errors import InvalidRequest
@@ -13,10 +14,33 @@ def default_address() -> str:
     return os.environ.get("BALLAST_ADDRESS") or _DEFAULT
 
 
+def join_address(host: str, port: int) -> str:
+    """Return host:port. An IPv6 address may be given with or without its brackets."""
+    host = host.strip("[]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host, without brackets, and the port of a valid address."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_address(text: str) -> bool:
+    """True if the text is host:port, with brackets around an IPv6 address."""
+    host, _, port = text.rpartition(":")
+    is_host = bool(host) and (":" not in host or (host[0] == "[" and host[-1] == "]"))
+    return is_host and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The family of a socket that listens on `host`, a name or an address without brackets."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def checked_address(address: str) -> str:
     """Return the address. Raises InvalidRequest if it is not host:port."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+    if not is_address(address):
         raise InvalidRequest("address", f"must be host:port, got {address!r}")
     return address
 

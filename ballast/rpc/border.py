@@ -8,6 +8,7 @@ and raise InvalidRequest for `field`.
 from collections.abc import Collection
 from typing import Final
 
+from ballast.common.addresses import is_address
 from ballast.common.errors import InvalidRequest
 from ballast.common.load import MemoryReport
 
@@ -49,9 +50,8 @@ def text(field: str, value: str, most_chars: int = MAX_TEXT_CHARS) -> str:
 
 def address(field: str, value: str) -> str:
     """Validate and return an address of the form host:port."""
-    host, _, port = value.rpartition(":")
-    fits = host and host.isprintable() and " " not in host and len(value) <= MAX_ADDRESS_CHARS
-    if not (fits and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
+    fits = value.isprintable() and " " not in value and len(value) <= MAX_ADDRESS_CHARS
+    if not (fits and is_address(value)):
         raise InvalidRequest(field, f"must be host:port, got {value[:MAX_ADDRESS_CHARS]!r}")
     return value
 

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ballast.common.addresses import join_address
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.rpc.bounds import CallBounds
 from ballast.rpc.callers import Admit
@@ -112,7 +113,7 @@ class RpcServer:
         """
         ensure_free(self._host, self._port)
         try:
-            listen_on = f"{self._host}:{self._port}"
+            listen_on = join_address(self._host, self._port)
             if self._credentials is None:
                 self._port = self._server.add_insecure_port(listen_on)
             else:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import uvloop
 
+from ballast.common.addresses import join_address
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.rpc.failures import CallFailure
 from ballast.service.logs import frames, get_logger, raised_at
@@ -62,7 +63,7 @@ class Lifecycle:
 def advertised_address(host: str, advertise_host: str | None, port: int) -> str:
     """host:port at which other processes reach a server that listens on `host`. `advertise_host` overrides the host."""
     everywhere = host in ("0.0.0.0", "::", "[::]", "")
-    return f"{advertise_host or (socket.gethostname() if everywhere else host)}:{port}"
+    return join_address(advertise_host or (socket.gethostname() if everywhere else host), port)
 
 
 def say_ready(service: str, instance: str, address: str) -> None:

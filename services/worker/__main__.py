@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc.aio
 
+from ballast.common.addresses import split_address
 from ballast.common.errors import ConfigError
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.instance import Instance as Announcement
@@ -371,7 +372,7 @@ class WorkerProcess:
             detokenizer=self._detokenizer,
             check_every_steps=settings.check_every_steps,
         )
-        host = settings.advertise_host or advertised_address(settings.host, None, 0).rpartition(":")[0]
+        host = settings.advertise_host or split_address(advertised_address(settings.host, None, 0))[0]
         self._membership = join(
             self._shell,
             me=worker_id,

@@ -7,6 +7,7 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 
 from ballast.client import AsyncClient, ClusterStatus, SamplingParams
@@ -14,7 +15,8 @@ from ballast.common.errors import Unavailable
 from ballast.rpc.channel import open_channel
 from tests.support.attached import status_of
 from tests.support.cluster import idle, until
-from tools.local.cluster import LocalCluster
+from tests.support.network import needs_ipv6
+from tools.local.cluster import LocalCluster, Service
 from tools.model.tiny import make_preset
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -43,6 +45,21 @@ async def test_dispatchers_and_workers_join_and_leave_while_requests_are_answere
         assert cluster.crash() is None
         # A stopped process must not delay the shutdown of the cluster.
         cluster.kill("worker", 1, signal.SIGSTOP)
+
+
+@needs_ipv6
+async def test_a_cluster_over_ipv6_drops_layers_and_serves(model: Path) -> None:
+    flags: dict[Service, list[str]] = {service: ["--host", "::1"] for service in ("monitor", "planner", "worker")}
+    async with (
+        LocalCluster(model, host="::1", gateways=1, flags=flags, device_memory_bytes=8 << 20) as cluster,
+        AsyncClient(cluster.addresses) as client,
+    ):
+        expected = (await client.generate("A ship", SAMPLING)).token_ids
+        await ballast("drop", "--workers", "worker-0,worker-1", "--address", cluster.address)
+        await until(client, lambda status: [len(group.members) for group in status.groups] == [2])
+        assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
+        async with httpx.AsyncClient(base_url=cluster.http_urls[0]) as http:
+            assert (await http.get("models")).json()["data"]
 
 
 @pytest.mark.rotating

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from threading import Condition, Thread
 
+from ballast.common.addresses import family_of, is_address, join_address, split_address
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
 from ballast.service.logs import get_logger
 from services.worker.links.handshake import (
@@ -79,11 +80,11 @@ class Rendezvous:
         self._worker_id = worker_id
         self._secret = secret
         try:
-            self._listener = socket.create_server((host, port))
+            self._listener = socket.create_server((host, port), family=family_of(host))
         except OSError as error:
             raise ConfigError("worker.data_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
         self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = join_address(host, self._listener.getsockname()[1])
         self._changed = Condition()
         self._parked: dict[tuple[str, str], _RendezvousCaller] = {}  # by peer and lane; only the latest of each
         self._closed = False
@@ -261,11 +262,10 @@ def call(mine: Hello, address: str, deadline_s: float, secret: bytes | None = No
         PeerViolation: the peer has another version, refuses this caller, or does not belong to this cluster.
     """
     peer_id = mine.to
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not is_address(address):
         raise ConfigError("store_address", f"of worker {peer_id} must be host:port, got {address!r}")
     try:
-        connection = socket.create_connection((host, int(port)), timeout=left_s(deadline_s))
+        connection = socket.create_connection(split_address(address), timeout=left_s(deadline_s))
     except OSError as error:
         raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
     try:
@@ -308,15 +308,17 @@ def _heard(connection: socket.socket, peer_id: str, deadline_s: float) -> bytes:
 
 
 def resolve_host(advertise_host: str | None) -> str:
-    """Return an address of this machine: by default the source of its route to the outside, or else loopback."""
+    """Return an address of this machine: by default the source of its route to the outside, or else loopback. IPv4 is
+    preferred.
+    """
     if advertise_host is None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing; only asks the routing table
+        for outside in ("192.0.2.1", "2001:db8::1"):
+            with contextlib.suppress(OSError), socket.socket(family_of(outside), socket.SOCK_DGRAM) as probe:
+                probe.connect((outside, 9))  # sends nothing; only asks the routing table
                 return str(probe.getsockname()[0])
-            except OSError:
-                return "127.0.0.1"
+        return "127.0.0.1"
     try:
-        return str(socket.getaddrinfo(advertise_host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(advertise_host.strip("[]"), None, type=socket.SOCK_STREAM)
+        return str(min(found, key=lambda each: each[0] is not socket.AF_INET)[4][0])
     except OSError as error:
         raise ConfigError("advertise_host", f"{advertise_host!r} cannot be resolved: {error}") from error

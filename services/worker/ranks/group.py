@@ -18,10 +18,10 @@ from torch.distributed import (
     Work,
 )
 
+from ballast.common.addresses import family_of, join_address, split_address
 from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost, Start
 from services.worker.ranks.crew import LOAD_S, START_S
-from services.worker.ranks.nodes import family_of
 
 _MEET_S = START_S + 60.0  # maximum time for all ranks to join, some of which may still be loading torch
 _TOGETHER_S = 30.0  # maximum wait at an all-reduce for the other ranks, which may have to compile a kernel first
@@ -131,8 +131,8 @@ def meet(start: Start, store: Store | None = None) -> RankGroup:
 def _store_at(start: Start) -> Store:
     if start.share == len(start.devices):
         return FileStore(start.meeting, len(start.devices))
-    host, _, port = start.meeting.rpartition(":")
-    return TCPStore(host, int(port), timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
+    host, port = split_address(start.meeting)
+    return TCPStore(host, port, timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
 
 
 def open_store(host: str) -> tuple[Store, str]:
@@ -141,7 +141,7 @@ def open_store(host: str) -> tuple[Store, str]:
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store takes it over
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True)
-    return store, f"{host}:{port}"
+    return store, join_address(host, port)
 
 
 def _gloo(store: Store, start: Start) -> _RankGroup:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import ballast
+from ballast.common.addresses import family_of, split_address
 from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
 from services.worker.links.handshake import (
@@ -68,8 +69,7 @@ class Nodes:
 
     @property
     def host_port(self) -> tuple[str, int]:
-        host, _, port = self.address.rpartition(":")
-        return host.strip("[]"), int(port)
+        return split_address(self.address)
 
 
 @dataclass(slots=True)
@@ -103,10 +103,6 @@ class _RankHello:
     ranks: int
     nodes: int
     version: str = ballast.__version__
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class NodeListener:

@@ -31,6 +31,7 @@ from services.worker.links.handshake import (
 )
 from services.worker.links.rendezvous import Meeting, Rendezvous, call, resolve_host
 from services.worker.links.store import PairStore
+from tests.support.network import needs_ipv6
 
 TERMS = Terms(1, "tcp", 4096, 4096, 1000, 1000)
 LOW = Hello("w1", 7, "w2", "urgent", TERMS)
@@ -71,6 +72,20 @@ def test_both_learn_the_terms_and_share_a_store(rendezvous: Rendezvous, early: b
     with pytest.raises(OSError, match="disconnected"):
         host.get("never set")
     host.close()
+
+
+@needs_ipv6
+def test_peers_meet_over_ipv6() -> None:
+    rendezvous = Rendezvous("::1", "w1")
+    assert rendezvous.address.startswith("[::1]:")
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call, HIGH, rendezvous.address, soon())
+        meeting = rendezvous.meet(LOW, soon())
+        called = calling.result(60)
+    assert (meeting.peer, called.peer) == (HIGH, LOW)
+    for each in (meeting, called):
+        each.connection.close()
+    rendezvous.close()
 
 
 def test_a_key_that_is_never_set_costs_the_deadline(rendezvous: Rendezvous) -> None:
@@ -373,4 +388,5 @@ def test_bad_addresses_are_named() -> None:
     with pytest.raises(ConfigError, match="advertise_host"):
         resolve_host("no such host")
     assert resolve_host("127.0.0.1") == "127.0.0.1"
+    assert resolve_host("::1") == resolve_host("[::1]") == "::1"
     assert resolve_host(None).count(".") == 3

@@ -19,7 +19,8 @@ from services.worker.ranks import nodes as module
 from services.worker.ranks.channel import RankChannel, RankLog, RankLost, Start
 from services.worker.ranks.group import _store_at, meet, open_store
 from services.worker.ranks.nodes import CONTROL, LANES, SILENT_S, FarRank, NodeListener, Nodes, call
-from tools.local.ports import free_ports
+from tests.support.network import needs_ipv6
+from tools.local.ports import free_port, free_ports
 
 SECRET = b"a secret of the cluster"
 WITHIN_S = 10.0
@@ -53,18 +54,14 @@ def test_ranks_of_a_host_are_distinguished(nodes: Nodes) -> None:
     assert SECRET.decode() not in repr(nodes)
 
 
+@needs_ipv6
 def test_the_first_host_may_have_an_ipv6_address(pool: ThreadPoolExecutor) -> None:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
-            port = free.getsockname()[1]
-    except OSError:
-        pytest.skip("no IPv6 here")
-    nodes = Nodes(2, 2, f"[::1]:{port}", SECRET)
+    nodes = Nodes(2, 2, f"[::1]:{free_port('::1')}", SECRET)
     listener = NodeListener(nodes)
     calling = pool.submit(called, nodes, 1, "a")
     far = listener.gather(WITHIN_S)[1]
     store, meeting = open_store(far.from_host)
-    assert (far.host, far.from_host, meeting.rpartition(":")[0]) == ("::1", "::1", "::1")
+    assert (far.host, far.from_host, meeting.rpartition(":")[0]) == ("::1", "::1", "[::1]")
     store.set("met", "here")
     assert _store_at(Start(1, ["cpu"] * 2, 1, meeting, "::1", RankLog(), load_nothing)).get("met") == b"here"
     for each in (*calling.result(WITHIN_S), *far.lanes.values()):
