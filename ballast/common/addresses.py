@@ -27,9 +27,11 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_address(text: str) -> bool:
-    """True if the text is host:port, with brackets around an IPv6 address."""
+    """True if the text is host:port, with brackets around an IPv6 address. The host may be a name for gRPC's resolver:
+    dns:///NAME.
+    """
     host, _, port = text.rpartition(":")
-    is_host = bool(host) and (":" not in host or (host[0] == "[" and host[-1] == "]"))
+    is_host = bool(host) and (":" not in host or "/" in host or (host[0] == "[" and host[-1] == "]"))
     return is_host and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16
 
 
