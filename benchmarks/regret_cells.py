@@ -231,9 +231,11 @@ def decided(predicted: Predicted, zero_s: float) -> Mapping[str, Any]:
 
 
 def figures_of(run: SimRun) -> dict[str, Any]:
-    """Figures of a run; demand as a fraction of the KV memory without dropping."""
+    """Figures of a run; demand as a fraction of the KV memory without dropping. A request without a token counts as
+    waiting until the end of the run.
+    """
     served = [r for r in run.records if r.token_times_s]
-    waits_s = [r.token_times_s[0] - r.arrival_s for r in served]
+    waits_s = [(r.token_times_s[0] if r.token_times_s else run.duration_s) - r.arrival_s for r in run.records]
     tpots_s = [
         (r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1)
         for r in served
