@@ -56,7 +56,8 @@ QUICK = (
     "agent-14b-40g-x1.2",
     "calm-14b-40g-x1",
 )
-_RIVALS = (PLAIN, "swap", "migrate", "static-pipeline", "static-pipeline:degree=4")
+_LOOKAHEAD = "static-pipeline:microbatching=lookahead"  # microbatches like those of drop
+_RIVALS = (PLAIN, "swap", "migrate", "static-pipeline", "static-pipeline:degree=4", _LOOKAHEAD)
 _QUICK_POLICIES = (PLAIN, "static-pipeline", OURS)
 _DRAWS = 4
 TARGET_S, CALM_FACTOR, SATURATED_S = 1.0, 5.0, 10.0

@@ -29,7 +29,7 @@ from benchmarks.regret_made import MADE, MODEL, Made
 from services.planner.core.prediction_log import Predicted
 from sim.hardware import find_cluster, find_model
 from sim.jobs.settled import prompt_share
-from sim.jobs.simulation import SimJob, specs_of, stranded_fraction, world_of
+from sim.jobs.simulation import SimJob, WorkerSize, specs_of, stranded_fraction, world_of
 from sim.results import Outcome, SimRun
 from tools.bench.traces import Trace, TraceRequest, read_trace
 from tools.bench.upscale import upscaled
@@ -193,6 +193,7 @@ def job_of(cell: Cell | Made, traces: Path | None, policy: str, draw: int) -> Si
         cluster=cluster,
         policies=("recompute" if policy == CALM else policy,),
         seed=draw,
+        worker=WorkerSize.of(cluster),
         classes=classes,
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.regret import RegretRow, is_saturated, predictions, row_of, summary, table
-from benchmarks.regret_cells import KINDS, REPLAYED, decided, figures_of, trace_of
+from benchmarks.regret_cells import KINDS, REPLAYED, decided, figures_of, job_of, trace_of
 from sim.results import Outcome
 from tests.support.simulated import world
 
@@ -176,3 +176,12 @@ def test_a_request_without_a_token_waits_until_the_end_of_the_run() -> None:
     found = figures_of(made)
     assert found["ttft_p99_s"] > 10.0
     assert found["unserved"] == 1
+
+
+def test_workers_have_the_default_size_of_their_gpu(tmp_path: Path) -> None:
+    (tmp_path / "azure_conv_calm640.csv").write_text("arrival_s,input_tokens,output_tokens\n1,100,10\n2,100,10\n")
+    sizes = {
+        machine: job_of(REPLAYED[f"calm-{machine}"], tmp_path, "drop", 0).worker
+        for machine in ("14b-40g-x1", "14b-80g-x1")
+    }
+    assert [(s.max_running_count, s.max_batch_tokens) for s in sizes.values()] == [(256, 2048), (512, 4096)]
