@@ -194,8 +194,9 @@ def test_enough_memory_and_requests_that_wait_all_the_same(template: BenchResult
 
 def test_requests_without_an_answer_are_counted(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
+    base = base.model_copy(update={"outcomes": {RequestOutcome.FINISHED: base.request_count}})
     drop, plain = policy(base, p99_s=1.0, dropped=True), policy(base, p99_s=5.0, dropped=False)
-    refused = drop.model_copy(update={"outcomes": drop.outcomes | {RequestOutcome.REFUSED: 7}})
+    refused = drop.model_copy(update={"outcomes": {RequestOutcome.FINISHED: 293, RequestOutcome.REFUSED: 7}})
     text = told(template, refused, plain)
     assert f"left out of latencies: 7 of {drop.request_count} requests with drop." in text
     assert "left out" not in told(template, drop, plain)
