@@ -83,7 +83,7 @@ def start_cluster(args: argparse.Namespace, model: Path, memory: SizingMemory, p
 
 
 async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> DemoPlan:
-    """Size the memory, probe the machine and scale the trace; prints the findings."""
+    """Size the memory, probe the machine and scale the trace; print the results."""
     info = read_info(model)
     whole = read_trace(args.trace).scaled(limit=args.limit)
     length_scale = length_scale_to(whole, sizing.MEAN_TOKENS) if args.length_scale is None else args.length_scale
@@ -157,8 +157,8 @@ async def replay(args: argparse.Namespace, plan: DemoPlan, policy: str, console:
 
 
 async def verified(result: BenchResult, model: Path, results_path: Path) -> BenchResult:
-    """The result with two counts by `benchmarks.verify_answers`: of some answers of the last policy, and of all answers
-    that differ between the two policies.
+    """Return `result` with counts by `benchmarks.verify_answers` added: for some answers of the last policy, and for
+    all answers that differ between the first and the last policy.
     """
     first, last = next(iter(result.policies)), [*result.policies][-1]
     differing = differing_answers(result.policies[first], result.policies[last])[0]
@@ -170,7 +170,7 @@ async def verified(result: BenchResult, model: Path, results_path: Path) -> Benc
 async def verify(
     result: BenchResult, policy: str, model: Path, results_path: Path, count: int, also: Sequence[int]
 ) -> BenchResult:
-    """The result after verifying `count` answers of one policy, and those with indices in `also`."""
+    """Return `result` after verifying `count` answers of one policy, and those with indices in `also`."""
     command = ["-m", "benchmarks.verify_answers", "--results", str(results_path), "--model", str(model)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -36,7 +36,7 @@ def scales(trace: Trace, pace: SizingPace, max_span_s: float) -> tuple[float, fl
 
 
 def _excess(trace: Trace, pace: SizingPace) -> float:
-    """Factor by which the trace is too fast: that of its burst or of its mean, whichever is larger."""
+    """Factor by which the trace is too fast: the larger of its burst's factor and its mean's."""
     peak_per_s = peak_output_tokens(trace.requests, PEAK_WINDOW_S) / PEAK_WINDOW_S
     mean_per_s = sum(request.output_tokens for request in trace.requests) / max(trace.span_s, PEAK_WINDOW_S)
     return max(peak_per_s / BURST_LOAD, mean_per_s / AVERAGE_LOAD) / pace.output_tokens_per_s

@@ -77,7 +77,7 @@ def ballast(job: Job) -> Generator[Callable[[], Tokens]]:
                                 tokens = iter(emit.token_ids)
                                 for handle, count in zip(emit.handles, emit.token_counts, strict=True):
                                     answers[handle - 1].extend(itertools.islice(tokens, count))
-            engine.step(Batch(0, engine.runner.sequence_ids, (), ()), [])  # removes the last sequences
+            engine.step(Batch(0, engine.runner.sequence_ids, (), ()), [])  # lets the engine remove the last sequences
             return answers
 
         yield run

@@ -195,7 +195,7 @@ def pipelined_s(machine: Machine, profile: CostProfile, budget: int, known: Over
 
 
 def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, budget: int) -> str:
-    """Text with the results of the probes, their predictions, and the calibration."""
+    """Text with the results of the probes, their predictions, and the calibration factors."""
     shared = known.contention
     assert shared is not None, "measured"
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -326,7 +326,7 @@ def simulated(
             )
         ),
         execution=StageProfile(machine.execution),
-        geometry=geometry,
+        geometries=(geometry,),
         contention=known.contention,
     )
     arrivals = [Arrival(r.arrival_s, r.input_tokens, r.output_tokens) for r in trace.requests]

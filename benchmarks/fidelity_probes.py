@@ -28,11 +28,11 @@ LONE_TOKENS, TOKENS = 24, 64  # answer tokens of a single request, and of each o
 _ROUNDS, _LONE_ROUNDS = 5, 4  # rounds over all levels; measurements of single requests per round
 _EACH = (1, 4, 8)  # concurrent requests per worker
 _PIPELINED_EACH = (4, 16)
-_LEAST_S = 1e-5  # smaller processor times cannot be measured
+_LEAST_S = 1e-5  # shorter processor times cannot be measured
 _FORMING_S = 4.0  # time for the planner to form one pipeline
 _IDLE_S = 2.0
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-_AFTER_NAME = 2  # number of the name's field in /proc/PID/stat, from 1; names may contain blanks
+_AFTER_NAME = 2  # position of the name's field in /proc/PID/stat, counted from 1; names may contain blanks
 _USER_FIELD, _SYSTEM_FIELD = 14, 15
 _TOGETHER = np.arange(1.0, 1.5, 0.02)
 # Candidates of `fitted`.
@@ -59,11 +59,13 @@ class Seen:
     first_s: float  # TTFT of single requests
     background: float  # processors used by everything while idle
     levels: tuple[Level, ...]  # the first one has a single request
-    pipelined: tuple[Level, ...] = ()  # the same with the workers as stages of one pipeline
+    pipelined: tuple[Level, ...] = ()  # the same levels, with the workers as stages of one pipeline
 
 
 def at_times(seen: Seen, then: Sequence[Seen]) -> Seen:
-    """Mean of the probes `then`, with the pipeline levels of `seen` scaled by the change of the machine's speed."""
+    """Return the mean of the probes `then`; the pipeline levels of `seen` are scaled by the change of the machine's
+    speed.
+    """
     levels = tuple(
         replace(
             level,

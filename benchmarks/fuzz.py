@@ -5,9 +5,9 @@
 Half of the messages are generated from the protobuf types, with values at the ends of their ranges, NaN, long and empty
 strings and other services' names; the other half are such messages with mutated bytes: truncated, flipped, duplicated,
 or not a message at all. They are sent to all methods of a cluster's services, except those that drain on purpose, and
-raw bytes to metrics and link ports. A third are requests to a gateway, generated from the schemas of its bodies;
-occasionally a key of the state server is corrupted. At the end every process must be alive, no request may have been
-answered with 500, and the cluster must produce the same tokens as before. Exit status 0 if so.
+raw bytes to metrics and link ports. A third of the messages are requests to a gateway, generated from the schemas of
+its bodies; occasionally a key of the state server is corrupted. At the end every process must be alive, no request may
+have been answered with 500, and the cluster must produce the same tokens as before. Exit status 0 if so.
 """
 
 import argparse

@@ -151,8 +151,8 @@ def median_us(act: Callable[[], object]) -> float:
 
 
 def memory_calls(driver: BindingsDriver) -> Iterator[tuple[str, float]]:
-    """Microseconds per extent to map it, allow access and unmap it, for 64 extents of the smallest size in a row; and
-    those of a wait for an idle device.
+    """Return microseconds per extent for mapping, allowing access and unmapping 64 extents of the smallest size in a
+    row, and microseconds per synchronisation with an idle device.
     """
     size_bytes = driver.granularity_bytes
     whole_bytes = _EXTENTS * size_bytes

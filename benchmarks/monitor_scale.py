@@ -140,7 +140,7 @@ class MonitorCosts:
 
 
 def timed(act: Callable[[], object], times: int = 5) -> float:
-    """Processor seconds of `act`: the minimum of some runs."""
+    """Processor seconds of `act`: the minimum of several runs."""
     least_s = math.inf
     for _ in range(times):
         began_s = time.process_time()

@@ -150,7 +150,7 @@ async def run(args: argparse.Namespace, folder: Path) -> str:
                 found = await measure(client, priority, load, args.seconds, args.seed + number)
                 ttft_s, gap_s = quantile(found.ttfts, 0.99), quantile(found.gaps, 0.99)
                 alone, said = alone or ttft_s, said or found.answers
-                assert all(said[prompt] == tokens for prompt, tokens in found.answers.items()), "a token is another one"
+                assert all(said[prompt] == tokens for prompt, tokens in found.answers.items()), "a token differs"
                 rounds[name].append((found, ttft_s / alone))
                 print(
                     f"round {number + 1}, {name}: {len(found.ttfts)} requests, P50 / P99 TTFT"

@@ -8,12 +8,6 @@ from pathlib import Path
 from ballast.common.errors import ConfigError
 
 
-def quoted(page: Path, name: str) -> str:
-    """The text between the page's marks of this name; empty without them."""
-    begin, end = f"<!-- begin {name}: written by a program -->", f"<!-- end {name} -->"
-    return page.read_text().partition(begin)[2].partition(end)[0].strip()
-
-
 def quote(page: Path, name: str, text: str) -> None:
     """Replace the text between the page's marks of this name.
 

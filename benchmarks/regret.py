@@ -336,7 +336,7 @@ def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None:
-    """Draw the cells from top to bottom, in the grid's order, with one mark per policy; further right is worse."""
+    """Draw one line per cell, from top to bottom in the grid's order, with a mark per policy; right is worse."""
     looks = styles([(name, name.split(":")[0]) for name in policies])
     with mpl.rc_context(RC):
         figure = Figure(figsize=(8.0, 1.9 + 0.24 * len(rows)), layout="constrained")

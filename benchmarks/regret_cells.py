@@ -217,7 +217,7 @@ def run_cell(name: str, traces: Path | None, policy: str, draw: int) -> Mapping[
 
 
 def decided(predicted: Predicted, zero_s: float) -> Mapping[str, Any]:
-    """One decision of the planner: its predictions and the outcome."""
+    """Return the predictions for one decision of the planner, and its outcome."""
     served, settled_at_s = predicted.served, predicted.settled_at_s
     return {
         "at_s": predicted.at_s - zero_s,

@@ -133,7 +133,7 @@ class Scene:
             return f"refused: {error.details()}"
 
     async def restore(self) -> str:
-        """Restore. Returns the final phase, or why the planner refused: it may already be restoring by itself."""
+        """Restore. Returns the final phase, or why the planner refused: it may already be restoring on its own."""
         request = pb.RestoreRequest(request_id=uuid.uuid4().hex)
         try:
             return await self._ended((await self._planner.Restore(request, timeout=30)).epoch)

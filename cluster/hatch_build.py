@@ -33,7 +33,9 @@ class ClusterHook(BuildHookInterface[Any]):
             self._add_kernels(top, version, build_data)
 
     def _top(self) -> Path:
-        """Where the packages are: above this folder in the repository, in it in a source distribution."""
+        """The folder that contains the packages: the parent folder in the repository, this folder in a source
+        distribution.
+        """
         root = Path(self.root)
         return root if (root / _PACKAGES[0]).is_dir() else root.parent
 
@@ -52,5 +54,5 @@ class ClusterHook(BuildHookInterface[Any]):
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"  # nothing of Python's own interface is used
+        build_data["tag"] = f"py3-none-{platform}"  # the kernels do not use Python's C API
         build_data["force_include"][str(library)] = f"{_NATIVE}/{library.name}"

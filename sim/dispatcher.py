@@ -154,8 +154,8 @@ class DispatcherNode:
             self._clock.at(self._timer_at_s, self._labels["timer"], partial(self._tick, self._timer_at_s))
 
     def _catch_up_for(self, event: d.Event) -> None:
-        """Bring the core up to date before it handles an event: with loads if the event may place a request, with
-        tokens if it may change their requests.
+        """Bring the core up to date before it handles an event: with loads if the event may place a request, and with
+        tokens if it may change placed requests.
         """
         match event:
             case d.RequestSubmitted(request=request):

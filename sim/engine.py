@@ -68,7 +68,9 @@ class SimEngine:
     def __init__(
         self, busy: Busy, execution: ExecutionModel, layer_count: int, token_bytes: int, marks: Marks | None = None
     ) -> None:
-        """`token_bytes`: size of a token's activations. `marks`: to detect reads of wrong KV or layers; None: none."""
+        """`token_bytes`: size of a token's activations. `marks`: to detect reads of wrong KV or layers; None: no
+        detection.
+        """
         self._busy = busy
         self._execution = execution
         self._layer_count = layer_count
@@ -112,7 +114,7 @@ class SimEngine:
             raise InvariantViolation(what)
 
     def slot_count(self, hidden_TD: object) -> int:
-        """See `ActivationStore.slot_count`: unlimited, as nothing is stored."""
+        """See `ActivationStore.slot_count`: unlimited, because nothing is stored."""
         return sys.maxsize
 
     def write(self, hidden_TD: object, rows: Sequence[int], slots: Sequence[int]) -> None: ...
@@ -220,7 +222,7 @@ class SimBackground:
         return done
 
     def keep(self, layer: int) -> Future[None]:
-        """Copy a layer to host memory, once, as parameters never change."""
+        """Copy a layer to host memory, only once, because parameters never change."""
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()
         if layer in self._kept:

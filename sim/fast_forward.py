@@ -11,7 +11,7 @@ from ballast.common.load import LoadReport
 from services.worker.core.plain import PlainSteps
 from services.worker.core.sequence import Sequence as Running
 
-# Position numbers, shared by all sequences, as they would otherwise take most of a run's memory.
+# Position numbers, shared by all sequences, because they would otherwise take most of a run's memory.
 _PLACE_COUNT = 1 << 16
 _PLACES = tuple(range(_PLACE_COUNT))
 

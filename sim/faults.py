@@ -16,7 +16,7 @@ class FaultKind(StrEnum):
 class Fault:
     at_s: float  # time in the trace
     kind: FaultKind
-    worker: int  # index, from 0
+    worker: int  # index of the worker, from 0
     duration_s: float | None = None  # duration of PAUSE and SLOW, or time until the restart; None: the rest of the run
     factor: float = 1.0  # slowdown of SLOW
 

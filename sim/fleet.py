@@ -1,7 +1,7 @@
 """Simulates the placement of requests on instances that start on demand and stop when empty, with the cost model.
 
-Steps are combined into ticks, so an hour of twenty instances takes seconds. Service cores and delays are left out, as
-this only compares placements and numbers of instances; `ballast sim` runs the cores.
+Steps are combined into ticks, so an hour of twenty instances takes seconds. Service cores and delays are left out,
+because this only compares placements and numbers of instances; `ballast sim` runs the cores.
 """
 
 import math
@@ -219,7 +219,7 @@ class SimFleet:
 
 
 class Fit:
-    """Best or worst fit. `whole`: reserve memory for the whole answer, whose length is taken as known."""
+    """Best or worst fit. `whole`: reserve memory for the whole answer, whose length is assumed to be known."""
 
     def __init__(self, fleet: SimFleet, *, best: bool, whole: bool = False, balances: bool = False) -> None:
         self._fleet, self._best, self._whole, self._balances = fleet, best, whole, balances

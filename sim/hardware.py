@@ -40,7 +40,7 @@ class Gpu(_CatalogueEntry):
     nic_bytes_per_s: float = Field(gt=0)  # speed of the network card, both directions together
     host_bytes_per_s: float = Field(gt=0)  # speed of reads from host memory
     gpus_per_host: int = Field(ge=1)
-    # Measured values, where known; None: those of timings.yaml
+    # Measured values, if known; None: those of timings.yaml
     layer_floor_s: float | None = Field(None, ge=0)
     collective_latency_s: float | None = Field(None, ge=0)
     collective_fraction: float | None = Field(None, gt=0, le=1)
@@ -131,7 +131,7 @@ class Timings(_CatalogueEntry):
     remap_s: float
     rpc_s: float
     state_s: float
-    checksum_bytes_per_s: float  # 0: instantaneous
+    checksum_bytes_per_s: float  # 0: checksums take no time
     disk_bytes_per_s: float
 
 
@@ -195,7 +195,7 @@ def find_gpu(name: str, what: str) -> Gpu:
     """The GPU of that name in the catalogue, or in a user's file (`is_gpu_file`).
 
     Raises:
-        ConfigError: it is unknown; the message names `what` (a flag or field) and the known GPUs. Or the file is
+        ConfigError: it is unknown; the message names `what` (a flag or field) and the known GPUs. Or the user's file is
             invalid.
     """
     if is_gpu_file(name):

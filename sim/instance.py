@@ -33,7 +33,7 @@ Times = Generator[float, None, None]  # seconds for which the engine is busy; ne
 
 
 class SimInstance(Turns):
-    # Slots save memory, as there may be thousands of instances.
+    # Slots save memory, because there may be thousands of instances.
     __slots__ = (
         "_acts",
         "_alarm_at_s",
@@ -108,7 +108,7 @@ class SimInstance(Turns):
         self._fast_forward: FastForward | None = None
         self._acts: list[Callable[[], None]] = []  # executed at the end of the current activity
         self._sliced: tuple[float, float, int] | None = None  # arguments of `_run_slices` for the next batch
-        self._preempted = False  # that batch was preempted
+        self._preempted = False  # True: that batch was preempted
         self._inbox: deque[w.Event | MemberEvent] = deque()
         self._streams: dict[int, SimStream] = {}
         self._next_stream_id = 1
@@ -247,7 +247,7 @@ class SimInstance(Turns):
             self._clock.at(self._alarm_at_s, self._alarm_label, self._wake)
 
     def _wake(self) -> None:
-        if self._resting or self.paused:
+        if self._resting:
             self._go_on()
 
     def _run(self) -> Times:
@@ -342,8 +342,8 @@ class SimInstance(Turns):
     def _step_fast_forward(self, fast_forward: FastForward) -> Times:
         """Fast-forward decode-only steps until an event arrives or the batch changes."""
         assert self._costs is not None, "asked before"
-        # Everything that a step needs is in local variables, as with thousands of instances nothing stays in the CPU
-        # cache.
+        # Everything that a step needs is in local variables, because with thousands of instances nothing stays in the
+        # CPU cache.
         plain, inbox, growth = fast_forward.plain, self._inbox, fast_forward.plain.growth
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
         # Only the cost of reading KV differs between steps: `RooflineCosts.decodes(count, context).on(layer_count)`.
@@ -358,7 +358,7 @@ class SimInstance(Turns):
         while True:
             used += added
             yield self._busy(stage_s + (layer_s + context * context_s) * layer_count + head_s, count)
-            if self._fast_forward is not fast_forward:  # caught up when the process was stopped: this step runs again
+            if self._fast_forward is not fast_forward:  # the process was stopped and caught up: run this step again
                 return
             context += count
             step += 1
@@ -390,7 +390,7 @@ class SimInstance(Turns):
         return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch, member.parks)
 
     def _token_count(self, batch: Batch) -> int:
-        """Tokens sampled by the batch; 0 without shared processors, as only these need it."""
+        """Tokens sampled by the batch; 0 without shared processors, because only these need the count."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
     def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:

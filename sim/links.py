@@ -455,7 +455,7 @@ class SimConnection(Connection):
         return not self.is_up
 
     def check(self) -> None:
-        """No-op: transfers wait in a single queue, that of the network."""
+        """No-op: transfers wait in the network's single queue."""
 
     def _refuse_ended(self) -> None:
         if not self.is_up:

@@ -148,7 +148,7 @@ class Network:
         queue.insert(at, transfer)
         if pair.current is None:
             self._begin(pair)
-        elif kind < pair.current.kind:  # after the current chunk; treated as immediate
+        elif kind < pair.current.kind:  # preempts after the current chunk; treated as immediate
             self._settle(pair)
             pair.queues[pair.current.kind].appendleft(pair.current)
             pair.current = pair.queues[kind].popleft()

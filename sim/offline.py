@@ -25,7 +25,7 @@ class OfflineLoad:
 
 
 class OfflineClients:
-    """Sends offline requests and counts their tokens; those of a prompt count when the answer's first token arrives."""
+    """Sends offline requests and counts their tokens; prompt tokens count when the answer's first token arrives."""
 
     def __init__(self, clock: Clock, load: OfflineLoad, seed: int, deadline_s: float, zero_s: float) -> None:
         """`zero_s`: time at which the trace begins."""

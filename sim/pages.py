@@ -1,7 +1,7 @@
 """Huge pages for large simulations.
 
 A thousand instances occupy a hundred thousand pages of 4 KiB, more than the TLB holds, and TLB misses are costly in
-virtual machines. Where Linux provides huge pages only on request, this module requests them.
+virtual machines. If Linux provides huge pages only on request, this module requests them.
 """
 
 import ctypes

@@ -254,7 +254,9 @@ class PlannerNode:
         self._ask_loads(hear)
 
     def _ask_loads(self, hear: Callable[[p.ClusterLoad, str], None]) -> None:
-        """Ask the active monitor for load reports. `hear` is called with these and "", or with none and the failure."""
+        """Ask the active monitor for load reports. `hear` is called with the reports and "", or with no reports and the
+        failure.
+        """
         monitor, late = self._monitor(), self._lines
         reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
         if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):

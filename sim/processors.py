@@ -18,7 +18,7 @@ class Contention:
     step_s: float = 0.0  # processor time per step outside the engine
     token_s: float = 0.0  # processor time per token outside the engine
     background: float = 0.0  # processors in constant use
-    together: float = 1.0  # slowdown of a step during another engine's, by shared caches and memory
+    together: float = 1.0  # slowdown of a step while another engine's step runs, because they share caches and memory
 
 
 class Processors:

@@ -83,7 +83,7 @@ class Scenario(BaseModel):
     seed: int = 0
     deadline_s: float = Field(3600.0, gt=0)
     block_size: int = Field(64, ge=1)
-    max_num_seqs: int | None = Field(None, ge=1)  # None: the default of workers with the least of the GPUs
+    max_num_seqs: int | None = Field(None, ge=1)  # None: the worker's default on the smallest of the GPUs
     tpot_target_s: float | None = Field(None, gt=0)
     max_num_batched_tokens: int | None = Field(None, ge=1)  # None: likewise
     stop_after_s: float | None = Field(None, gt=0)  # requests still running then have no outcome

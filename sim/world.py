@@ -71,7 +71,8 @@ class WorldOptions:
     timings: Timings
     rules: ClusterRules
     execution: ExecutionModel | None = None  # cost of batches; None: from the catalogue
-    geometry: Geometry | None = None  # geometry of each device's memory; None: that of a GPU with large pages
+    # Geometries of the devices' memory, assigned to the instances in turn; empty: those of GPUs with large pages.
+    geometries: Sequence[Geometry] = ()
     dispatcher_count: int = 1
     monitor_count: int = 1  # one is active, the others are standbys
     planner_count: int = 1
@@ -219,8 +220,9 @@ class World:
                 NetworkEndpoint(worker_id, host, gpu.nic_bytes_per_s * gpus, gpu.scale_up_bytes_per_s * gpus)
             )
             self.network.add_source(disk_of(worker_id), options.timings.disk_bytes_per_s * max(1, gpus // per_host))
+        geometry = _of_device(options, number) or kind.geometry
         memory = SimMemory.of(
-            kind.geometry,
+            geometry,
             rules.block_tokens,
             remap_s=options.timings.remap_s,
             takes_s=lambda seconds: instance.spend(seconds),
@@ -253,10 +255,10 @@ class World:
         hub = Hub(instance.post, instance.now)
         plane = SimPlane(worker_id, self.wires, hub, instance.afterwards)
         token_bytes = options.model.hidden_size * ELEMENT_BYTES
-        block_s = kind.geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
+        block_s = geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
         copier = SimCopier(memory if options.marks else None, block_s, instance.now, instance.spend)
         marks = Marks(memory) if options.marks else None
-        engine = SimEngine(instance, kind.execution, kind.geometry.layer_count, token_bytes, marks)
+        engine = SimEngine(instance, kind.execution, geometry.layer_count, token_bytes, marks)
         environment = MemberEnvironment(
             plane=plane,
             hub=hub,
@@ -421,8 +423,9 @@ class World:
         now_s = self.clock.now_s
         demand = self.monitor.core.cluster_demand(now_s)
         layout = self.monitor.core.groups.layout
-        reports = [instance.load() for instance in self.instances.values()]
-        waiting = sum(len(node.core.backlog) for node in self.dispatchers)
+        alive = [instance for instance in self.instances.values() if not instance.crashed]
+        reports = [instance.load() for instance in alive]
+        waiting = sum(len(node.core.backlog) + len(node.core.long) for node in self.dispatchers)
         self.samples.append(
             SimSample(
                 at_s=now_s - self.zero_s,
@@ -431,12 +434,12 @@ class World:
                 kv_used_bytes=demand.used_bytes,
                 running_count=sum(report.running_count for report in reports),
                 waiting_count=waiting + sum(report.waiting_count for report in reports),
-                preemptions_total=sum(report.preemptions_total for report in reports),
+                preemptions_total=sum(instance.load().preemptions_total for instance in self._lives),
                 stranded_count=self._stranded([] if layout is None else [g.leader.worker_id for g in layout.groups]),
                 epoch=layout.epoch if layout is not None else 0,
                 epoch_reason=layout.reason if layout is not None else "",
                 group_sizes=tuple(len(group.members) for group in layout.groups) if layout is not None else (),
-                on_count=sum(not instance.member.memory.is_parked for instance in self.instances.values()),
+                on_count=sum(not instance.member.memory.is_parked for instance in alive),
                 away_count=sum(is_away(m) for group in (layout.groups if layout else ()) for m in group.members),
             )
         )
@@ -487,8 +490,8 @@ class World:
 
 @contextmanager
 def _no_collector() -> Generator[None]:
-    """Disable the garbage collector: events create no cycles, and with many objects collections take a tenth of the
-    time.
+    """Disable the garbage collector, because events create no cycles, and with many objects collections take a tenth of
+    the time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -537,8 +540,12 @@ class _EventKind(NamedTuple):
         model = options.model
         execution = options.execution or SimRoofline(model, cluster, options.timings)
         pace = Pace(fitted(execution, model.layer_count), model.layer_count, options.rules.worker.max_batch_tokens)
-        geometry = options.geometry or _geometry(options, cluster)
+        geometry = _of_device(options, 0) or _geometry(options, cluster)
         return cls(cluster, cluster.gpu_count // model.gpus_per_instance, geometry, execution, pace)
+
+
+def _of_device(options: WorldOptions, number: int) -> Geometry | None:
+    return options.geometries[number % len(options.geometries)] if options.geometries else None
 
 
 def _geometry(options: WorldOptions, cluster: Cluster) -> Geometry:
@@ -573,7 +580,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
 def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
     model = options.model
     layer_bytes, other_bytes = model.layer_parameter_bytes, model.other_parameter_bytes
-    if options.geometry is not None:  # the geometry is that of another model
+    if options.geometries:  # the geometry describes another model's layers
         layer_bytes = geometry.layer_parameters * geometry.extent_bytes
         other_bytes = geometry.other_parameters * geometry.extent_bytes
     return ModelInfo(

@@ -44,9 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """If the test's timeout cannot end the test, prints the stack of each thread and ends the process, so that the test
-    fails. This happens if a test hangs in a library call, or if hypothesis takes the timeout for one more failing
-    example.
+    """Fails a test that its timeout cannot end: prints the stack of each thread and ends the process. A test may hang
+    in a library call, and hypothesis may treat the timeout as one more failing example.
     """
     mark, given = item.get_closest_marker("timeout"), item.config.getoption("timeout")
     given = item.config.getini("timeout") if given is None else given

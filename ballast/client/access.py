@@ -60,7 +60,7 @@ class Access:
 
     @property
     def how(self) -> str:
-        """How this client connects, as text for error messages: the server must be configured likewise."""
+        """Describe how this client connects, for error messages, because the server must be configured accordingly."""
         if self.ca_file is not None:
             return f"with TLS and a certificate of {self.ca_file} for this address"
         return "with TLS and a certificate for this address" if self.tls else "without TLS"

@@ -44,7 +44,7 @@ class Endpoint:
         """Connect and return the stub. Without this, a call to an address that drops packets would wait forever.
 
         Args:
-            patiently: Retry for a short time after a failed attempt, as the dispatcher may be restarting.
+            patiently: Retry for a short time after a failed attempt, because the dispatcher may be restarting.
 
         Raises:
             Unavailable: there is no connection within `timeout_s`, it is refused, or this endpoint was closed.
@@ -89,14 +89,14 @@ class Endpoints:
         self._turn = 0
 
     def in_turn(self) -> list[Endpoint]:
-        """All dispatchers, starting with the next one at each call; those that failed recently come last."""
+        """All dispatchers, starting with the next one at each call; those that failed recently are last."""
         start = self._turn % len(self.all)
         self._turn += 1
         rotated = self.all[start:] + self.all[:start]
         return sorted(rotated, key=lambda endpoint: endpoint.avoided)  # stable sort: False first
 
     def avoid(self, address: str) -> None:
-        """Try the dispatcher at this address last for a while, as it has just failed."""
+        """Try the dispatcher at this address last for a while, because it has just failed."""
         for endpoint in self.all:
             if endpoint.address == address:
                 endpoint.avoid()

@@ -11,7 +11,7 @@ from ballastpb.inference.v1 import inference_pb2 as pb
 
 _SECRET_BYTES = 16
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
-_MAX_VAIN = 5  # limit on dispatchers lost in a row without a token: the request itself may be the cause
+_MAX_VAIN = 5  # limit on dispatchers lost in a row without a token, because the request itself may be the cause
 
 
 class Progress:
@@ -58,13 +58,13 @@ class Patience:
         self._vain_count = 0
 
     def begin(self) -> None:
-        """Start the time limit, as the request's dispatcher was lost."""
+        """Start the time limit, because the request's dispatcher was lost."""
         self._vain_count += 1
         self._until_s = time.monotonic() + self._within_s
         self._pause_s = _FIRST_PAUSE_S
 
     def restore(self) -> None:
-        """Reset the count of lost dispatchers, as a token was received."""
+        """Reset the count of lost dispatchers, because a token was received."""
         self._vain_count = 0
 
     async def wait(self, why: BallastError, cut: Unavailable) -> None:

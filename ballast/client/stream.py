@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Call = UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
-_LONGEST_S = 1e8  # limit on deadlines, as gRPC ends calls with extremely long ones at once
+_LONGEST_S = 1e8  # limit on deadlines, because gRPC ends calls with extremely long ones at once
 
 Metadata = Mapping[str, str]
 
@@ -164,7 +164,9 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
             return await self._resume(self._progress, error)
 
     async def _resume(self, progress: Progress, cut: Unavailable) -> pb.GenerateResponse | None:
-        """Resume the request at any dispatcher and return the next response. `cut`: why the last one was lost."""
+        """Resume the request at any dispatcher and return the next response. `cut`: how the connection to the last one
+        was lost.
+        """
         while True:
             try:
                 response = await self._try_each()
@@ -186,7 +188,9 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 self._patience.restore()
 
     def _seen(self, usage: Usage) -> Usage:
-        """The usage with times of the whole request, measured here: the last dispatcher knows only its own part."""
+        """The usage with times of the whole request, measured by this client, because the last dispatcher knows only
+        its own part.
+        """
         first_s = self._began_s if self._first_s is None else self._first_s
         return replace(usage, ttft_s=first_s - self._began_s, e2e_s=time.monotonic() - self._began_s)
 
@@ -199,8 +203,8 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 await self._retry.wait(error, self._time_left_s())
 
     async def _try_each(self) -> pb.GenerateResponse | None:
-        """Send the request to the dispatchers in turn until one answers; then retry those that could not be reached.
-        The request contains the tokens so far, so that none is repeated.
+        """Send the request to the dispatchers in turn until one answers; then retry the unreachable ones. The request
+        contains the tokens so far, so that none is repeated.
         """
         first: BallastError | None = None
         endpoints = self._endpoints.in_turn()

@@ -64,9 +64,9 @@ class Usage:
         completion_token_count: Generated tokens.
         replay_count: How often the request was restarted after the loss of a worker; its tokens do not change.
         queue_s: Time in the dispatcher's backlog.
-        ttft_s: Time to first token, measured by the dispatcher; by the SDK if another dispatcher resumed the request.
-        e2e_s: Time from arrival to the end, measured like `ttft_s`.
-        seed: The seed used: given, or drawn when the request arrived.
+        ttft_s: Time to first token, measured by the dispatcher, or by the SDK if another dispatcher took over.
+        e2e_s: Time from arrival to the end, measured in the same way.
+        seed: The seed used: the request's own, or one drawn at its arrival.
         cached_token_count: Prompt tokens whose KV was already cached.
     """
 

@@ -3,10 +3,11 @@
 A chunk reads the KV of its prefix once, however few tokens it has: `prefix_s`. Without this term, decodes with long
 contexts would be estimated at half their time on a CPU. The time of a matrix product is not linear in its rows:
 `many_s` is what a product with several vectors costs beyond one with a single vector, and `beyond_s` the extra time of
-each token above `knee_tokens`, where the product is bound by compute, not by reading parameters. With all three terms
-at 0 this is the paper's model.
+each token above `knee_tokens`, from which on the product is bound by compute, not by reading parameters. With all three
+terms at 0 this is the paper's model.
 
-Costs on which decisions depend are summed with `math.fsum`, as float results of `sum` depend on the Python version.
+Costs on which decisions depend are summed with `math.fsum`, because the result of `sum` over floats depends on the
+Python version.
 """
 
 import math
@@ -51,7 +52,7 @@ class CostModel:
 
     def decodes_s(self, count: float, context_tokens: float) -> float:
         """Cost of a batch of `count` decodes whose prefixes have `context_tokens` tokens in total (equation 3). Both
-        numbers may be fractional, as means are.
+        numbers may be fractional, because they may be means.
         """
         own_s = self.attention_s * (context_tokens + count) + self.prefix_s * context_tokens
         own_s += (self.token_s + self.chunk_s) * count - max(0.0, count - 1.0) * self.shared_s

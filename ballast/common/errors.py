@@ -122,5 +122,5 @@ class InvariantViolation(BallastError):
 
 
 def broken_core(error: Exception) -> InvariantViolation:
-    """Wrap an unexpected exception that a core raised: the core's state may be inconsistent afterwards."""
+    """Wrap an unexpected exception that a core raised, because the core's state may be inconsistent afterwards."""
     return InvariantViolation(f"a core failed while handling an event: {type(error).__name__}: {error}")

@@ -33,7 +33,7 @@ class Member:
 
     @property
     def takes_new(self) -> bool:
-        """True if requests may be sent to it."""
+        """True if requests may be sent to this instance."""
         return self.standing is Standing.SERVING and not self.draining
 
 
@@ -51,7 +51,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An instance's report of its place: it has been in this group since `epoch`. The members are without addresses.
+    """An instance's own report of its place: it has been in this group since `epoch`. The members are without
+    addresses.
 
     If the instance is alone because it has lost its group, the reported group may not hold every layer.
     """

@@ -58,12 +58,12 @@ class LoadReport:
     offline_waiting_count: int = 0
     offline_wanted_tokens: int = 0  # prompt tokens of further offline requests that it could admit
     offline_tokens_total: int = 0  # prompt and answer tokens computed for offline requests
-    offline_lost_tokens_total: int = 0  # of these, tokens whose KV was dropped by preemptions
+    offline_lost_tokens_total: int = 0  # tokens computed for offline requests whose KV was dropped by preemptions
     uncomputed_token_count: int = 0  # uncomputed tokens of running or waiting prompts, without cached ones
     prefixes_kept_s: float = 0.0  # every prefix used within this many past seconds is still cached
     retained_block_count: int = 0  # free blocks with cached prefixes
     prefix_queries_total: int = 0  # prompt tokens of requests admitted for the first time
-    prefix_hits_total: int = 0  # of these, tokens found in the prefix cache
+    prefix_hits_total: int = 0  # prompt tokens of such requests found in the prefix cache
     prefix_host_hits_total: int = 0  # of the hits, tokens copied back from host memory
     host_block_count: int = 0  # blocks in host memory with copies of cached prefixes
     offline_yields_total: int = 0  # preemptions of offline requests

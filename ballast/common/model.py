@@ -40,7 +40,7 @@ class ModelInfo:
     def differences(self, other: "ModelInfo") -> list[str]:
         """Names of the fields that differ in a way that affects tokens or KV.
 
-        Parameter sizes may differ, as they depend on the device, and an unknown revision is not a difference.
+        Parameter sizes may differ, because they depend on the device, and an unknown revision is not a difference.
         """
         names = [f.name for f in fields(self) if f.name not in _MEASURES]
         if not (self.revision and other.revision):

@@ -5,15 +5,15 @@ from dataclasses import astuple, dataclass
 from ballast.common.errors import InvariantViolation
 
 _MOST = 1 << 40
-MARGIN = 1.05  # a group for a long request gets this times the KV that it and the running requests need
+MARGIN = 1.05  # a group for a long request has this multiple of the KV that the long and the running requests need
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """Maximum context lengths in tokens, prompt and answer together, up to `max_model_len`."""
 
-    alone_tokens: int  # of the largest instance that serves alone
-    group_tokens: int  # of the largest group that the instances could form
+    alone_tokens: int  # longest context of the largest instance that serves alone
+    group_tokens: int  # longest context of the largest group that the instances could form
     group_size: int  # instances in the smallest group that reaches `group_tokens`
     instance_count: int  # number of instances
 
@@ -23,7 +23,7 @@ class Reach:
             raise InvariantViolation(f"impossible reach: {self}")
 
     def told(self) -> str:
-        """The lengths as text for people."""
+        """The lengths as human-readable text."""
         alone = f"up to {self.alone_tokens:,} tokens here alone"
         if self.group_tokens == self.alone_tokens:
             return alone

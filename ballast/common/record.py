@@ -1,4 +1,4 @@
-"""Immutable records that are cheap to create, as engines create some for every step."""
+"""Immutable records that are cheap to create, because engines create some for every step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -32,7 +32,9 @@ class FinishReason(StrEnum):
 
 
 class PriorityClass(StrEnum):
-    """Priority classes, most urgent first. They are names, as serving systems disagree about which number is urgent."""
+    """Priority classes, most urgent first. They are names, because serving systems disagree about which number is
+    urgent.
+    """
 
     INTERACTIVE = "interactive"
     DEFAULT = "default"
@@ -62,13 +64,15 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the generated text, from the first token (or the end of a thought) to the end of the sequence.
+    """A constraint on the generated text, from the first token (or the end of the reasoning) to the end of the
+    sequence.
 
     Attributes:
         kind: The language in which `text` is written.
         text: The grammar: a JSON schema, a regular expression or a Lark grammar.
-        thought_end: Tag that ends a thought, such as `</think>`; any text may precede it. Empty: there is no thought.
-        thought_begin: Tag that begins an optional thought. Empty: the prompt has already begun the thought.
+        thought_end: Tag that ends the reasoning, such as `</think>`; any text may precede it. Empty: there is no
+            reasoning.
+        thought_begin: Tag that begins optional reasoning. Empty: the prompt has already begun the reasoning.
 
     Raises:
         InvalidRequest: on construction, if the text or a tag is too long. A dispatcher checks whether `text` is valid.
@@ -115,7 +119,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # number of alternatives to the chosen token; None: no logprobs at all
-    prompt_logprobs: int | None = None  # the same for prompt tokens; returned with those of the first token
+    prompt_logprobs: int | None = None  # alternatives for each prompt token; returned with the first output token
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
     grammar: Grammar | None = None  # constraint on the answer's text; None: no constraint
     adapter: str = ""  # name of the LoRA adapter; empty: the base model

@@ -1,7 +1,7 @@
 """The body of the scaling webhook (how many instances should serve) and its signature (pure).
 
 The signature has Stripe's form: `t=SECONDS,v1=HEX`, where HEX is an HMAC-SHA256 of `SECONDS.BODY` with the shared
-secret. Messages more than five minutes old are refused, as they may be replayed.
+secret. Messages more than five minutes old are refused, because they may be replayed.
 """
 
 import hashlib

@@ -15,13 +15,13 @@ MAX_ID_CHARS: Final = 128
 MAX_TEXT_CHARS: Final = 1024  # limit of model names and reasons
 MAX_ADDRESS_CHARS: Final = 512
 MAX_LAYERS: Final = 10_000
-MAX_MEMBERS: Final = 1024  # of one group
-MAX_GROUPS: Final = 10_000
+MAX_MEMBERS: Final = 1024  # limit on the members of one group
+MAX_GROUPS: Final = 1 << 16  # no fewer than the instances that a monitor admits
 MAX_BYTES: Final = 1 << 50  # limit of one instance; sums over thousands of instances fit into an int64
 # Limit of a layout's epoch, which grows by one with each change.
 MAX_EPOCH: Final = 1 << 52
 # An epoch claimed by an instance is limited to the larger of this and the epoch of the layout in force plus
-# CLAIM_SLACK. So whatever an instance claims, there is room above it for all future changes.
+# CLAIM_SLACK. Any accepted claim therefore leaves room for all future changes.
 MAX_CLAIMED_EPOCH: Final = 1 << 48
 CLAIM_SLACK: Final = 1 << 20
 MAX_SECONDS: Final = 1e9
@@ -41,7 +41,7 @@ def name(field: str, text: str) -> str:
 
 
 def text(field: str, value: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Validate and return text for people."""
+    """Validate and return human-readable text."""
     if len(value) > most_chars:
         raise InvalidRequest(field, f"has {len(value)} characters, at most {most_chars} are allowed")
     return value
@@ -79,7 +79,9 @@ def distinct(field: str, values: Collection[str]) -> None:
 
 
 def adds_up(field: str, memory: MemoryReport) -> None:
-    """Validate that parameters + KV + free = budget. The codec does not: `ballast status` shows violations."""
+    """Validate that parameters + KV + free = budget. The codec does not validate this, because `ballast status` shows
+    violations.
+    """
     if memory.parameter_bytes + memory.kv_bytes + memory.free_bytes != memory.budget_bytes:
         raise InvalidRequest(field, f"parameters, KV and free must add up to the budget: {memory}")
 

@@ -22,7 +22,7 @@ _SENT = ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (  # limits on received messages are in `bounds.CallBounds`
     *_KEEPALIVE,
     _SENT,
-    # A long generation may send no frames for a while; clients may ping meanwhile.
+    # A long generation may send no frames for a while, during which clients may ping.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
     # Limits on calls waiting for a handler: above the first, gRPC ends random calls with a bare CANCELLED, above the
@@ -52,15 +52,15 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name, this is the timeout of a connection attempt: a busy peer needs more than the back-off.
+    # Despite its name, this is the timeout of a connection attempt. A busy peer needs longer than the back-off.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # By default, channels of one process to one address share a connection; a relay needs one for each channel.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
-# For a name with several addresses, such as that of a service in containers: calls alternate between them. New
-# addresses are found when a connection ends, which servers enforce (`connection_age`).
+# For a name with several addresses, such as that of a service in containers: calls alternate between these addresses.
+# New addresses are found when a connection ends, which servers enforce (`connection_age`).
 ROUND_ROBIN: Sequence[tuple[str, str | int]] = (
     ("grpc.lb_policy_name", "round_robin"),
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
@@ -133,8 +133,8 @@ def bearing(channel: grpc.aio.Channel, token: str | None) -> grpc.aio.Channel:
 
 
 async def is_refused(address: str, timeout_s: float = 1.0) -> bool:
-    """True if connections to host:port are refused, as nothing listens there; False if there is no answer in time or
-    the connection succeeds.
+    """True if connections to host:port are refused because no process listens there; False if there is no answer in
+    time or the connection succeeds.
     """
     host, _, port = address.rpartition(":")
     try:

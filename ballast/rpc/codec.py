@@ -25,7 +25,9 @@ def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """The reason with this number; None for 0 (still running), ERROR for a number that only a newer peer knows."""
+    """The reason with this number; None for 0 (still running), ERROR for an unknown number, which a newer peer may
+    send.
+    """
     return FINISH.member(number) if number else None
 
 
@@ -81,7 +83,7 @@ def _check_memory(report: pb.MemoryReport) -> None:
 
 
 def _check_load(report: pb.LoadReport) -> None:
-    """Validate a load report. All counts are compared at once, as this is called for every step of every worker."""
+    """Validate a load report. All counts are compared at once, because every step of every worker calls this."""
     counts = (
         report.block_tokens - 1,
         report.block_count,

@@ -1,4 +1,4 @@
-"""Deadlines over several hops, as relative times: clocks of different machines are never compared."""
+"""Deadlines over several hops, passed as relative times, because clocks of different machines are never compared."""
 
 from typing import Any, cast
 

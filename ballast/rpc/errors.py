@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from ballast.common import errors
 
-# These modules are imported lazily: clients need them only after a failure.
+# These modules are imported lazily, because clients need them only after a failure.
 if TYPE_CHECKING:
     from google.protobuf import any_pb2
     from google.rpc import error_details_pb2, status_pb2
@@ -48,7 +48,7 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
 
 
 def cut(text: str) -> str:
-    """Truncate a text to 1000 characters: errors quote input, and headers are limited to 16 KiB."""
+    """Truncate a text to 1000 characters, because errors quote input, and headers are limited to 16 KiB."""
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}... ({len(text):,} characters)"
 
 
@@ -206,7 +206,7 @@ def _rebuild(
         case "ConfigError":
             return errors.ConfigError(fields["path"], fields["why"])
         case "InvariantViolation":
-            # a bug of another process: a process that relays the error must not stop for it
+            # a bug in another process, for which a relaying process must not stop
             return errors.PeerViolation(target, f"stopped because an invariant is broken: {fields['why']}")
         case _:
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")

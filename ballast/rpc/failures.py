@@ -137,7 +137,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Garbage:
-    """A refused request and its error, raised later: an exception in the parser makes gRPC print a traceback."""
+    """A refused request and its error, raised later, because an exception in the parser makes gRPC
+    print a traceback.
+    """
 
     error: Exception
 

@@ -134,7 +134,9 @@ class Mapper(Generic[R, M]):
 
 
 def _writer(fields: "Sequence[_Field]", make: _Convert) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Generate the function that converts a record, as fast as if written by hand: each engine step sends messages."""
+    """Generate the function that converts a record, as fast as hand-written code, because each engine step sends
+    messages.
+    """
     known: dict[str, Any] = {"make": make} | {f"to_{f.name}": f.to for f in fields}
     parts = [f"{f.name}=r.{f.name}" if f.to is None else f"{f.name}=to_{f.name}(r.{f.name})" for f in fields]
     return eval(f"lambda r, given: make({', '.join([*parts, '**given'])})", known)
@@ -164,7 +166,7 @@ class EnumMapper(Generic[E]):
     def __init__(
         self, enum_type: type[E], numbers: EnumDescriptor, *, absent: E | None = None, unknown: E | None = None
     ) -> None:
-        """`absent`: the member for UNSPECIFIED. `unknown`: the member for unknown numbers, as newer peers may send."""
+        """`absent`: the member for UNSPECIFIED. `unknown`: the member for numbers unknown to this version."""
         names = {value.name.removeprefix(_prefix(numbers)): value.number for value in numbers.values}
         self.absent = absent or next((m for m in enum_type if m.name == "NONE"), None)
         self._unknown = unknown
@@ -316,7 +318,7 @@ def _single(hint: Any, field: FieldDescriptor, *, none_is_zero: bool) -> tuple[_
 def _positional(hints: Sequence[Any], message: Descriptor) -> tuple[_Convert, _Convert]:
     names = [field.name for field in message.fields][: len(hints)]
     for hint, field in zip(hints, message.fields, strict=False):
-        _single(hint, field, none_is_zero=False)  # refuses what is not plain
+        _single(hint, field, none_is_zero=False)  # rejects types that are not plain
     make, get = GetMessageClass(message), _getter(names)
     return (lambda values: make(**dict(zip(names, values, strict=True)))), (lambda found: tuple(get(found)))
 
@@ -377,7 +379,7 @@ class Choice(Generic[M]):
         return self._message_type(**{name: self._mappers[name].message(record, **(inner or {}))}, **outer)
 
     def record(self, message: M, **given: Any) -> Any | None:
-        """Convert the message in the oneof; None if it is unset or unknown (of a newer peer)."""
+        """Convert the message in the oneof; None if it is unset or unknown (from a newer peer)."""
         name = message.WhichOneof(self._oneof)
         mapper = None if name is None else self._mappers.get(name)
         return None if mapper is None or name is None else mapper.record(getattr(message, name), **given)

@@ -49,8 +49,8 @@ def _cannot_listen(host: str, port: int) -> ConfigError:
 
 
 def room_for_connections() -> int:
-    """Limit on incoming connections that leaves file descriptors for everything else: the process's limit on open
-    files, less 512 or half of it.
+    """Limit on incoming connections that leaves file descriptors for everything else: the process's limit on open files
+    minus 512, or half of it if that is more.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY:

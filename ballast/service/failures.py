@@ -14,7 +14,7 @@ class Failure(Exception):
         status: HTTP status.
         kind: OpenAI's `type` of the error.
         code: OpenAI's `code`: the cause, for programs.
-        message: The cause, for people: what was wrong, where, and what to do.
+        message: The human-readable cause: what was wrong, where, and what to do.
         param: The invalid field of the request, if any.
         headers: Additional headers.
     """

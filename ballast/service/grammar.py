@@ -27,8 +27,8 @@ _SILENT = 0
 _TRIED_TOKENS = 4  # some grammars compile and exceed limits only from their second token on
 _MAX_WHY_CHARS = 300
 _DEAD_END = "NoExtensionBias"
-# Whitespace around a thought and between two tokens of JSON is bounded: otherwise a model may generate whitespace up to
-# its maximum length.
+# Whitespace around reasoning and between two tokens of JSON is bounded, because otherwise a model may generate
+# whitespace up to its maximum length.
 _GAP = r"/[ \t\r\n]{0,8}/"
 _JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
@@ -92,7 +92,9 @@ class Grammars:
         return matcher
 
     def _try(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """Advance the matcher by a few tokens, as some failures appear only then. Raises InvalidRequest if it fails."""
+        """Advance the matcher by a few tokens, because some failures appear only then. Raises InvalidRequest if it
+        fails.
+        """
         for count in range(_TRIED_TOKENS):
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             if (why := matcher_failure(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):
@@ -130,7 +132,7 @@ class Grammars:
         return matcher
 
     def _behind_thought(self, grammar: Grammar) -> str:
-        """llguidance's form of a grammar that allows or requires a thought before the text of `grammar`."""
+        """llguidance's form of a grammar that allows or requires reasoning before the text of `grammar`."""
         text = _text(grammar)
         answer = {"lark_grammar": text} if grammar.kind is GrammarKind.LARK else json.loads(text)["grammars"][0]
         if (special := self._special(grammar.thought_end)) is None:

@@ -72,7 +72,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._head_bytes > _MAX_HEAD_BYTES + (64 << 10):  # the last piece may include part of the body
                 self._give_up()
                 return
-        if not self._is_in_message:  # without the upgrade header, or the parser would take the body for HTTP/2
+        if not self._is_in_message:  # remove the upgrade header: the parser would take the body for HTTP/2
             end = data.find(b"\r\n\r\n")
             if found := _UPGRADE_TO_HTTP2.search(data, 0, end if end >= 0 else len(data)):
                 data = data[: found.start()] + data[found.end() :]
@@ -92,7 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._head_came()
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":  # the class can change, as the cycle's task has not started yet
+        if self.scope["http_version"] == "1.0":  # the class can change, because the cycle's task has not started yet
             self.cycle.__class__ = _UnchunkedCycle
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -17,8 +17,8 @@ _CONFIRMED_SKIPS = 4  # maximum lookups skipped in a row; the next one detects a
 
 
 class Floor:
-    """Lower bound of lease tokens. A state server that restarts empty and with an earlier clock would issue lower
-    tokens than before, and all services would refuse a leader with such a token.
+    """Lower bound of lease tokens. A state server that restarts empty and with an earlier clock would otherwise issue
+    lower tokens than before, and all services would refuse a leader with such a token.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Leadership:
     """Competes for the lease `name` while `run` runs, and reports the first outcome and every change of the token to
     `on_change`.
 
-    `holder` must be unique to this lifetime of the process: otherwise a restarted process would get the lease, and the
-    fencing token, of its dead predecessor.
+    `holder` must be unique to this lifetime of the process, because otherwise a restarted process would get the lease,
+    and the fencing token, of its dead predecessor.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Leadership:
 class LeaderAddress:
     """The address of a lease's holder, updated while `follow` runs.
 
-    The last address is kept while the state server is unreachable or there is no holder. A fixed address is never
+    The last address remains valid while the state server is unreachable or there is no holder. A fixed address is never
     looked up.
     """
 

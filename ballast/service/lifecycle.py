@@ -28,7 +28,7 @@ _MAX_CAUSES = 256  # limit on distinct causes in the log; further failures are o
 
 
 class Lifecycle:
-    """Signals the main function of a service to stop, and collects reports of bugs and failed calls."""
+    """Signals the main function of a service to stop, and receives reports of bugs and failed calls."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: the main function drains, then returns

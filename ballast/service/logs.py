@@ -58,7 +58,7 @@ class Sink(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: lines are written at once."""
+        """Do nothing, because lines are written at once."""
 
     def _write(self, fd: int, data: bytes) -> bool:
         """Write as much as the reader takes in time. Returns True if everything was written."""
@@ -150,7 +150,9 @@ def frames(error: BaseException) -> list[str]:
 
 
 def raised_at(error: BaseException) -> tuple[str, int]:
-    """(file, line) where an error was raised. Unlike `frames` it reads no source, as many calls may fail at once."""
+    """(file, line) where an error was raised. Unlike `frames` it reads no source, because many
+    calls may fail together.
+    """
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

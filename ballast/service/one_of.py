@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from typing import Any, cast
 
-Schema = dict[str, Any]  # Any: foreign JSON
+Schema = dict[str, Any]  # Any: external JSON
 
 _INNER = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "contains")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
@@ -20,7 +20,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 def narrowed(text: str) -> str:
     """The schema with overlapping `oneOf`s narrowed; unchanged if there are none or if the text is not JSON.
 
-    Schemas with `not` or `if` are unchanged, as narrowing a condition would allow more elsewhere.
+    Schemas with `not` or `if` are unchanged, because narrowing a condition would allow more elsewhere.
     """
     if '"oneOf"' not in text or '"not"' in text or '"if"' in text:
         return text

@@ -3,7 +3,7 @@
 import re
 from typing import Final
 
-# Scheme, user and password of a URL, up to the last @ of the word, as passwords may contain one.
+# Scheme, user and password of a URL, up to the last @ of the word, because passwords may contain an @.
 _IN_URL: Final = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s\"']*@", re.IGNORECASE)
 _AS_PARAMETER: Final = re.compile(r"([?&](?:password|token|secret)=)[^&\s\"']*", re.IGNORECASE)
 _AS_HEADER: Final = re.compile(r"(\bbearer\s+)[^\s\"',]+", re.IGNORECASE)

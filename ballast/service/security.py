@@ -101,7 +101,7 @@ class Role(StrEnum):
     WORKER = "worker"
     GATEWAY = "gateway"
     JOBS = "jobs"
-    OPERATOR = "operator"  # a person's tool that calls services without a dispatcher
+    OPERATOR = "operator"  # an operator's tool that calls services directly, without a dispatcher
 
 
 _CONTROL = frozenset({Role.DISPATCHER, Role.OPERATOR})

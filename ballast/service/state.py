@@ -28,8 +28,8 @@ _WAIT_STEP_S = 0.5
 
 T = TypeVar("T")
 
-# grow(last): the next value of a counter that must never decrease: at least the server's clock in ms, as a server that
-# restarted empty would otherwise issue numbers again (I5).
+# grow(last): the next value of a counter that must never decrease: at least the server's clock in ms, because a server
+# that restarted empty would otherwise issue numbers again (I5).
 _GROW = """
 local function grow(last)
   local now, number = redis.call('TIME'), tonumber(last) or 0
@@ -176,7 +176,7 @@ class StateServer:
                 **{name: value for name, value in access.items() if value is not None},
             )
         except ValueError as error:
-            # The library's message is not used, as it may quote a part of the password.
+            # The library's message is not used, because it may quote a part of the password.
             why = f"must be redis://, rediss:// or unix:// with a host or path (got {redact(url)!r})"
             raise ConfigError("redis_url", why) from error
         self._redis = aioredis.Redis.from_pool(pool)

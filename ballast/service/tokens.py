@@ -121,8 +121,8 @@ class TokenBook:
         return self._by_digest.get(digest_of(token))
 
     async def follow(self) -> None:
-        """Reload the file whenever it changes, forever. If the new file is unreadable or invalid, log an error and keep
-        the previous tokens.
+        """Reload the file whenever it changes, until cancelled. If the new file is unreadable or invalid, log an error
+        and keep the previous tokens.
         """
         while True:
             await asyncio.sleep(_LOOK_S)

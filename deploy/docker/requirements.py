@@ -15,7 +15,7 @@ _OURS = re.compile(r"(ballast-serve(?:-cluster)?)(?:\[([^\]]*)\])?(?:==.*)?")
 
 
 def requirements(root: Path, extras: Iterable[str]) -> list[str]:
-    """Third-party requirements of ballast-serve with these extras, sorted, those of ballast-serve-cluster included."""
+    """Sorted third-party requirements of ballast-serve and ballast-serve-cluster with these extras."""
     projects = {"ballast-serve": _project(root), "ballast-serve-cluster": _project(root / "cluster")}
     seen: set[tuple[str, str]] = set()
 

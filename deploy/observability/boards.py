@@ -238,7 +238,7 @@ def queries(panels: Sequence[Panel]) -> list[str]:
 
 
 def text(name: str) -> str:
-    """Contents of a dashboard's file."""
+    """The content of a dashboard's file."""
     return json.dumps(board(name), indent=1) + "\n"
 
 

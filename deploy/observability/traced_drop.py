@@ -89,7 +89,7 @@ def attributes(of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_request(spans: Sequence[Json]) -> tuple[list[Json], list[Json]] | None:
-    """(spans of a request that a drop moved, spans of the drop); None while some of them have not arrived."""
+    """(spans of a request that a drop moved, spans of the drop); None until all of them have arrived."""
     for root in spans:
         is_moved = any(event["name"] == "moved" for event in root.get("events", ()))
         if root["name"] != "request" or not is_moved or not root.get("links"):
@@ -164,7 +164,7 @@ def waterfall(spans: Sequence[Json]) -> str:
 
 
 async def drop_under_load(cluster: LocalCluster) -> None:
-    """Send requests, drop parameters once all groups run some of them, and wait for the answers."""
+    """Send requests, drop parameters once every group is running some of them, and wait for the answers."""
     sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
     async with AsyncClient(cluster.address) as client, open_channel(cluster.address) as channel:
         asked = [

@@ -182,7 +182,7 @@ async def _serve(
         shell.feed(LayoutChanged(clock.now_s(), layout))
         shell.ready_changed.set()
 
-    def on_reach(reach: Reach | None) -> None:
+    def on_reach(reach: Reach) -> None:
         shell.feed(ReachChanged(clock.now_s(), reach))
 
     def traffic() -> Traffic | None:

@@ -1,4 +1,4 @@
-"""Settings of a dispatcher. Flag names follow vLLM where it has the same setting."""
+"""Settings of a dispatcher. Flag names follow vLLM's if it has the same setting."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,14 +80,15 @@ class DispatcherSettings(ServiceSettings):
     """Order of waiting requests within a class. shortest-first: fewest uncomputed tokens first, which shortens most
     waits if compute is the bottleneck, but delays long prompts. deadline: earliest deadline first."""
     prefix_marks: int = Field(1 << 17, ge=0, le=1 << 24)
-    """Number of remembered prompt prefixes, each a multiple of 256 tokens, with the workers that cache their KV, for
-    prefix-aware routing; 0: none."""
+    """Maximum number of tracked prompt prefixes (multiples of 256 tokens) with the workers that cache their KV, for
+    prefix-aware routing; 0: none.
+    """
     growth_tokens: int = Field(64, ge=0)
-    """Expected answer length in tokens until it has been learnt for the class."""
+    """Assumed answer length in tokens until the mean of the priority class is known."""
     replay_limit: int = Field(3, ge=0)
     """Maximum number of replays of a request after the loss of its worker."""
     resume: bool = True
-    """Whether clients may resume requests of a failed dispatcher here, and requests of this one elsewhere."""
+    """Whether clients may resume requests of a failed dispatcher on this one, and requests of this one on another."""
 
     # Logs, metrics and traces.
     access_log: bool = True
@@ -98,4 +99,4 @@ class DispatcherSettings(ServiceSettings):
     """Collector for traces of requests: http://HOST:4318, OTLP over HTTP. Default: no traces."""
 
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """Seconds for which running requests may finish when the dispatcher is stopped."""
+    """Grace period in seconds for running requests when the dispatcher is stopped."""

@@ -1,4 +1,4 @@
-"""Validates grammars in subprocesses. One that compiles for too long is killed without delaying others.
+"""Validates grammars in subprocesses. A subprocess that compiles for too long is killed without delaying others.
 
 Each caller can validate one grammar at a time, so that a caller with many large ones delays only itself. Results are
 cached. Subprocesses are started on demand and end with this process, because their input closes.
@@ -107,7 +107,7 @@ class GrammarChecks:
         async with self._places:
             try:
                 fault = await self._ask(grammar, token_ids)
-            except TimeoutError:  # not cached: the machine may be busy
+            except TimeoutError:  # not cached, because the machine may be busy
                 why = f"takes more than {self._deadline_s:g} s to compile ({len(grammar.text):,} characters)"
                 get_logger().warning("grammar refused", why=why)
                 return InvalidRequest(f"sampling.grammar.{grammar.kind}", why)
@@ -119,7 +119,17 @@ class GrammarChecks:
 
     async def _ask(self, grammar: Grammar, token_ids: Sequence[int]) -> InvalidRequest | None:
         question = json.dumps([dataclasses.astuple(grammar), list(token_ids)]).encode() + b"\n"
-        process = self._free.pop() if self._free else await self._start()
+        answer, self._free = b"", [one for one in self._free if one.returncode is None]
+        if self._free:
+            answer = await self._answer(self._free.pop(), question)
+        if not answer:  # an idle process may have been killed, so only the end of a new one is due to the grammar
+            answer = await self._answer(await self._start(), question)
+        if not answer:  # the process ran out of memory or stack
+            return InvalidRequest(f"sampling.grammar.{grammar.kind}", "is too large to be compiled")
+        return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
+
+    async def _answer(self, process: Process, question: bytes) -> bytes:
+        """Return the process's answer; empty if the process has ended."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -127,15 +137,17 @@ class GrammarChecks:
                 process.stdin.write(question)
                 await process.stdin.drain()
                 answer = await process.stdout.readline()
+        except (ConnectionError, RuntimeError):  # a closed pipe, which uvloop reports as RuntimeError
+            answer = b""
         except (OSError, asyncio.CancelledError):  # a TimeoutError is an OSError
             _kill(process)
             raise
-        if not answer:  # the process ran out of memory or stack
+        if answer:
+            self._free.append(process)
+        else:
             _kill(process)
             get_logger().warning("a process that compiled a grammar has ended", status=await process.wait())
-            return InvalidRequest(f"sampling.grammar.{grammar.kind}", "is too large to be compiled")
-        self._free.append(process)
-        return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
+        return answer
 
     async def _start(self) -> Process:
         """Start a process and wait until it has loaded the tokenizer. Retried if the process exits early.

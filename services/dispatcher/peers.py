@@ -43,8 +43,8 @@ class PlannerClient:
         )
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Return the workers currently kept out of groups with the reasons, up to a second old; empty if the planner
-        does not answer at once.
+        """Return the workers currently kept out of groups, with the reasons. The answer may be a second old; it is
+        empty if the planner does not answer at once.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._kept_out_until_s:
@@ -86,7 +86,9 @@ class PlannerClient:
     async def watch_layout(
         self, request: planner_pb2.WatchLayoutRequest
     ) -> AsyncGenerator[planner_pb2.WatchLayoutResponse, None]:
-        """Yield layouts until the planner ends the stream. Raises BallastError, or Unavailable without a planner."""
+        """Yield layouts until the planner ends the stream. Raises BallastError; Unavailable if there is no active
+        planner.
+        """
         async with self._stub() as planner:
             async for response in planner.WatchLayout(request):
                 yield response

@@ -58,7 +58,7 @@ _CALLERS_TOLD = 10
 _MAX_DETOKENIZED = 1 << 17
 # A prompt of this many tokens, and the same number of generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
-_MAX_PROMPT_LOGPROBS = 1 << 18  # maximum count of numbers, because they are sent in one message
+_MAX_PROMPT_LOGPROBS = 1 << 18  # maximum count of prompt logprobs, because they are sent in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         except asyncio.CancelledError:
             if service.stream is None or not service.stream.given_up:
                 raise
-            # gRPC sends no status for a cancelled call, without which a reading client would wait forever.
+            # gRPC sends no status for a cancelled call, but without a status a reading client would wait forever.
             raise Cancelled(service.stream.given_up) from None
         finally:
             self._close(service)
@@ -375,7 +375,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _encode_prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
         match message.WhichOneof("prompt"):
             case "token_ids":
-                self._check_length(len(message.token_ids.ids))  # before copying: a message may contain millions
+                self._check_length(len(message.token_ids.ids))  # before copying, because a message may contain millions
                 ids = list(message.token_ids.ids)
                 self._check_token_ids("token_ids", ids)
             case "text":
@@ -538,7 +538,7 @@ def targets_of(context: Context) -> Targets:
     """Return the latency targets from the headers of a call; infinity for a missing one.
 
     Raises:
-        InvalidRequest: a header is no positive number of seconds.
+        InvalidRequest: a header is not a positive number of seconds.
     """
     headers = {key: str(value) for key, value in context.invocation_metadata() or () if key in TARGET_HEADERS}
     found: list[float] = []

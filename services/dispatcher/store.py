@@ -14,9 +14,9 @@ Keys, all under `ballast:`
                             (ballast.common.traffic); the monitor ignores an entry whose serial has stopped changing
                             (services.monitor.store)
   request:<request id>      "<attempt> <hash of the secret, or -> <dispatcher id>/<incarnation>/<serial>", expires: the
-                            claim of the dispatcher that serves a request whose id the client chose; who has the secret
-                            may resume it elsewhere. At most 350 bytes, one for each such request. After a cancel:
-                            "cancelled <hash of the secret>", and no dispatcher resumes it
+                            claim of the dispatcher that serves a request whose id the client chose; a client with the
+                            secret may resume it elsewhere. At most 350 bytes, one for each such request. After a
+                            cancel: "cancelled <hash of the secret>", and no dispatcher resumes it
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # time by which `dispatchers:lately:` keys outlive a registration
 BACKLOG_INTERVAL_S = 0.05  # short, because no other process can see a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # maximum delay of a first token by an unresponsive state server
-_CLAIM_PAUSE_S = 0.01  # pause between two round trips with claims; first tokens take longer
+_CLAIM_PAUSE_S = 0.01  # pause between two round trips with claims; shorter than a time to first token
 _BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
 _MAX_RELEASES = 1 << 16  # maximum queued releases; further claims expire
@@ -123,7 +123,7 @@ end
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A claim to be sent. `given`: the script's number; None if there was no answer."""
+    """A claim to be sent. `given`: number that the script returned; None if there was no answer."""
 
     claim: Claim
     ttl_s: float
@@ -155,9 +155,11 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- layout
 
     async def watch_layout(
-        self, poll_s: float, on_layout: Callable[[Layout], None], on_reach: Callable[[Reach | None], None]
+        self, poll_s: float, on_layout: Callable[[Layout], None], on_reach: Callable[[Reach], None]
     ) -> None:
-        """Call `on_layout` and `on_reach` with each changed layout and reach."""
+        """Call `on_layout` and `on_reach` with each changed layout and reach. Missing or invalid ones are ignored:
+        the planner stores them again.
+        """
         known: str | None = None
         known_reach: str | None = None
         while True:
@@ -172,9 +174,10 @@ class DispatcherStore:
                 if layout is not None:
                     get_logger().info("layout", epoch=layout.epoch, groups=len(layout.groups), reason=layout.reason)
                     on_layout(layout)
-            if reach != known_reach:
-                known_reach = reach
-                on_reach(_decode_reach(reach))
+            if reach is not None and reach != known_reach:
+                known_reach, decoded = reach, _decode_reach(reach)
+                if decoded is not None:
+                    on_reach(decoded)
             try:
                 async with asyncio.timeout(poll_s):
                     await self._hint.wait()
@@ -216,7 +219,7 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- registration
 
     async def register(self, address: str) -> None:
-        """Renew this dispatcher's registration, endlessly."""
+        """Renew this dispatcher's registration until cancelled."""
         while True:
             try:
                 await self._announce_address(address)
@@ -239,8 +242,8 @@ class DispatcherStore:
             get_logger().warning("registration is left to expire")
 
     async def share_traffic(self, traffic: Callable[[], Traffic | None]) -> None:
-        """Publish waiting requests and recent traffic, endlessly. The entry is deleted while there are none. `traffic`:
-        returns None if nothing has changed, so that the last entry stays.
+        """Publish waiting requests and recent traffic until cancelled. The entry is deleted while there are none.
+        `traffic`: returns None if nothing has changed, so that the last entry stays.
         """
         told, serial = False, 0
         while True:
@@ -264,8 +267,8 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- request ids
 
     async def claim(self, claim: Claim, ttl_s: float) -> bool:
-        """Claim an id, so that no other dispatcher serves it. Without a state server the request is served without this
-        check.
+        """Claim an id, so that no other dispatcher serves it. While the state server is unreachable, the request is
+        served without this check.
 
         Returns:
             True if another dispatcher was serving an earlier attempt of the same request.
@@ -289,7 +292,7 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def run_claims(self) -> None:
-        """Send claims to the state server, endlessly. The first is sent at once, and later ones are batched every
+        """Send claims to the state server until cancelled. The first is sent at once, and later ones are batched every
         `_CLAIM_PAUSE_S`, because in a burst a round trip for each claim would cost as much as all other work for its
         request.
         """
@@ -319,7 +322,7 @@ class DispatcherStore:
                 asked.given.set_result(one)
 
     async def cancel(self, claim: Claim) -> None:
-        """Make every dispatcher refuse to resume the request. Does nothing without a state server."""
+        """Make every dispatcher refuse to resume the request. Does nothing while the state server is unreachable."""
         if claim.secret_hash and self._state.reachable:
             args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
             script = cast(Awaitable[Any], self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))
@@ -355,10 +358,10 @@ class DispatcherStore:
                     get_logger().warning("claims are left to expire", count=len(batch))
 
 
-def _decode_reach(body: str | None) -> Reach | None:
-    """Decode the stored reach; None if it is missing or invalid, in which case no request counts as long."""
+def _decode_reach(body: str) -> Reach | None:
+    """Decode the stored reach; None if it is invalid, in which case the previous one remains current."""
     try:
-        return None if body is None else read_reach(body)
+        return read_reach(body)
     except ValueError as error:
         get_logger().warning("reach in the state server cannot be used", why=str(error))
         return None

@@ -81,7 +81,9 @@ class ChatTemplate:
 
 
 def _ended_with(text: str, final: str) -> str:
-    """Return the rendering truncated after the last message, with the trailing white space of `transformers`."""
+    """Return the rendering truncated after the last message, with the same trailing white space as
+    in `transformers`.
+    """
     place = text.rfind(final.strip())
     if place < 0:
         why = "the chat template changes the last message, so that it cannot be continued"

@@ -190,7 +190,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_level_alphabet()
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, whose keys are checked one by one
+def _read_json(path: Path) -> Mapping[str, Any]:  # Any: external JSON, whose keys are checked one by one
     if not path.is_file():
         return {}
     try:

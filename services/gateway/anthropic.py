@@ -14,9 +14,9 @@ from services.gateway.errors import Failure, invalid
 from services.gateway.openai.chat import Head, Wishes
 from services.gateway.openai.requests import ChatRequest, Message, TokenizeRequest, refused
 from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
-from services.gateway.openai.writing import dumps
+from services.gateway.openai.writing import event
 
-# Any: foreign JSON.
+# Any: external JSON.
 Block = dict[str, Any]
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -343,9 +343,5 @@ def _input(arguments: str) -> Block:
     return cast(Block, given) if isinstance(given, dict) else {"arguments": given}
 
 
-def event(kind: str, value: Mapping[str, object]) -> bytes:
-    return f"event: {kind}\ndata: {dumps(value)}\n\n".encode()
-
-
 def _event(kind: str, **fields: object) -> bytes:
-    return event(kind, {"type": kind, **fields})
+    return event({"type": kind, **fields}, kind)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
@@ -32,12 +32,13 @@ from services.gateway import anthropic
 from services.gateway.endpoints import Call, Events, HttpEndpoints, Reply
 from services.gateway.errors import Failure, failure_of, invalid
 from services.gateway.metrics import ClusterGauges, GatewayMetrics
-from services.gateway.openai.writing import dumps, event
+from services.gateway.openai.writing import encoded, event
 
 _CLIENT_GONE = 499  # nginx's status for a client that disconnected
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
 _PASSED_ON = ("authorization", "traceparent", "tracestate", *TARGET_HEADERS)
 _TRACED = ("chatcmpl", "cmpl", "resp", "msg")  # kinds of calls that have spans
+_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
 _LARGE_BYTES = 16 << 10  # larger bodies are read after authentication of the caller, larger responses compressed
@@ -120,7 +121,7 @@ def build_app(
         why = f"{error.detail}: {request.method} {request.url.path}"
         failure = invalid(None, why, code="unknown_url" if error.status_code == 404 else "method_not_allowed")
         headers = {**(error.headers or {}), "content-type": "application/json"}
-        return Response(dumps(failure.body()), error.status_code, headers)
+        return Response(encoded(failure.body()), error.status_code, headers)
 
     routes.append(Route("/metrics", show_metrics))
     for path in ("/v1/files", "/v1/batches"):
@@ -143,7 +144,7 @@ def allowing(app: ASGIApp, origins: str) -> ASGIApp:
     allowed = [origin.strip() for origin in origins.split(",") if origin.strip()]
     if not allowed:
         return app
-    shown = ["x-request-id", "retry-after", "retry-after-ms"]
+    shown = ["x-request-id", "retry-after", "retry-after-ms", "x-ballast-schema-ignored"]
     return CORSMiddleware(app, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"], expose_headers=shown)
 
 
@@ -203,7 +204,7 @@ class Door:
         headers = _headers(scope)
         traced = self._trace(kind, headers)
         request_id, shown_id = _ids(kind, headers.get("x-request-id"))
-        answer = (AnthropicAnswer if kind == "msg" else HttpAnswer)(send, shown_id, headers.get("accept-encoding", ""))
+        answer = _ANSWERS.get(kind, HttpAnswer)(send, shown_id, headers.get("accept-encoding", ""))
         self._in_flight += 1
         self._metrics.in_flight.set(self._in_flight)
         try:
@@ -270,8 +271,8 @@ class Door:
         return _Asgi(serve)
 
     def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
-        """Return the reference to this call's span, in the client's trace or a new one; None if the call is not
-        traced.
+        """Return the reference to this call's span, which is in the client's trace or a new one; None if the call is
+        not traced.
         """
         if self._exporter is None or kind not in _TRACED:
             return None
@@ -408,7 +409,7 @@ class HttpAnswer:
     def __init__(self, send: Send, request_id: str, accepted: str = "") -> None:
         """`accepted`: the client's accept-encoding header."""
         self.status = 500
-        self._packs = "gzip" in accepted
+        self._packs = _GZIP.search(accepted) is not None
         self._send = send
         self.request_id = request_id
         self.has_begun = False
@@ -416,11 +417,13 @@ class HttpAnswer:
     async def send_json(
         self, status: int, value: Mapping[str, object], headers: Mapping[str, str] | None = None
     ) -> None:
-        body = dumps(value).encode()
+        body = encoded(value)
         more = [(name.encode(), text.encode()) for name, text in (headers or {}).items()]
-        if self._packs and len(body) > _LARGE_BYTES:
-            body = gzip.compress(body, compresslevel=1, mtime=0)
-            more += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
+        if len(body) > _LARGE_BYTES:
+            more.append((b"vary", b"accept-encoding"))
+            if self._packs:
+                body = gzip.compress(body, compresslevel=1, mtime=0)
+                more.append((b"content-encoding", b"gzip"))
         await self._begin(status, [(b"content-type", _JSON), (b"content-length", b"%d" % len(body)), *more])
         await self._write(body, more=False)
 
@@ -472,7 +475,19 @@ class AnthropicAnswer(HttpAnswer):
         return anthropic.status_of(failure), anthropic.failure_form(failure, self.request_id)
 
     def _failure_event(self, failure: Failure) -> bytes:
-        return anthropic.event("error", anthropic.failure_form(failure, self.request_id))
+        return event(anthropic.failure_form(failure, self.request_id), "error")
+
+
+class ResponsesAnswer(HttpAnswer):
+    """`HttpAnswer` that ends a stream of /v1/responses with an event of type `error`."""
+
+    def _failure_event(self, failure: Failure) -> bytes:
+        error = cast(Mapping[str, object], failure.body()["error"])
+        told = {name: error.get(name) for name in ("code", "message", "param")}
+        return event({"type": "error", **told}, "error")
+
+
+_ANSWERS: Mapping[str, type[HttpAnswer]] = {"msg": AnthropicAnswer, "resp": ResponsesAnswer}  # by kind of call
 
 
 class _Asgi:

@@ -1,4 +1,4 @@
-"""Settings of a gateway. Flag names follow vLLM where it has the same setting."""
+"""Settings of a gateway. Flag names follow vLLM's if it has the same setting."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -59,10 +59,10 @@ class GatewaySettings(GuardedSettings):
 
     # Calls to dispatchers, traces, shutdown.
     resume_s: float = Field(30.0, ge=0)
-    """Seconds within which a request is resumed at another dispatcher after the failure of its own; 0: it fails."""
+    """Seconds within which a request is resumed at another dispatcher if its own fails; 0: the request fails."""
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for spans of requests: http://HOST:4318, OTLP over HTTP. Default: none."""
 
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """Seconds for which running requests may finish after the signal to stop."""
+    """Grace period in seconds for running requests after the signal to stop."""

@@ -67,7 +67,7 @@ class Call:
     reply_headers: dict[str, str] = field(default_factory=dict[str, str])
 
     def report_ignored_keys(self, keys: Iterable[str]) -> None:
-        """List the keys of a JSON schema that are not enforced on the answer in a response header."""
+        """Add a response header that lists the keys of a JSON schema that are not enforced on the answer."""
         if names := ", ".join(sorted(keys)):
             self.reply_headers["x-ballast-schema-ignored"] = names
 

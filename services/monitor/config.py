@@ -24,13 +24,15 @@ class MonitorSettings(ServiceSettings):
     leadership_ttl_s: float = Field(default=3.0, ge=0.3)
     """Seconds after which a silent active replica loses its role to a standby."""
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
-    """Seconds for which open calls may finish."""
+    """Grace period in seconds for open calls at shutdown."""
     lease_s: float = Field(default=3.0, gt=0)
-    """Seconds after which a silent instance counts as lost. Increase it if machines or networks pause: all requests of
-    an instance that counts as lost are replayed."""
+    """Seconds after which a silent instance counts as lost. Increase it if machines or networks pause, because all
+    requests of a lost instance are replayed.
+    """
     step_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds of one engine step after which an instance counts as lost until the step ends. It must exceed the longest
-    step: compilation may take a minute."""
+    """Duration of an engine step, in seconds, after which its instance counts as lost until the step ends. It must
+    exceed the longest step: compilation may take a minute.
+    """
     overload_threshold_fraction: float = Field(default=0.95, gt=0)
     """The planner considers a change when the forecast KV demand exceeds this fraction of the KV capacity."""
     relief_threshold_fraction: float = Field(default=0.8, gt=0)

@@ -192,8 +192,9 @@ class _Heard:
 async def _next_unless_closed(
     requests: AsyncIterator[pb.ReportRequest], stream: ReportStream
 ) -> pb.ReportRequest | None:
-    """Wait for the next message; None once the worker has closed its side. Raises when the core closes the stream,
-    which interrupts the wait, because a task for each message would take longer than the message itself.
+    """Wait for the next message; None once the worker has closed its side. Raises an error when the core closes the
+    stream. That interrupts the wait directly, because a task for each message would take longer than the message
+    itself.
     """
     if stream.error is not None:
         raise stream.error

@@ -127,7 +127,9 @@ class InstanceRow:
 
 
 class RegistryStore(Protocol):
-    """The registry in the state server. Every call ends within seconds, and raises Unavailable without an answer."""
+    """The registry in the state server. Every call ends within seconds, and raises Unavailable if the state server does
+    not answer.
+    """
 
     async def write(self, rows: list[InstanceRow], forget: set[WorkerId]) -> None: ...
 
@@ -135,8 +137,8 @@ class RegistryStore(Protocol):
 
 
 class MonitorEnvironment(Protocol):
-    """Entries of other services in the state server. Every call ends within seconds, and raises Unavailable without an
-    answer.
+    """Entries of other services in the state server. Every call ends within seconds, and raises Unavailable if the
+    state server does not answer.
     """
 
     @property

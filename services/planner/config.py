@@ -34,7 +34,7 @@ class PlannerSettings(ServiceSettings):
     otlp_traces_endpoint: str | None = Field(default=None, pattern=r"^https?://")
     """Collector for spans of drops and restores: http://HOST:4318, OTLP over HTTP. Default: none."""
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
-    """Seconds for which open calls may finish."""
+    """Grace period in seconds for open calls at shutdown."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP
     """Policy when KV memory runs short: drop parameters if that is predicted to pay off (drop), preempt in the workers
     (recompute, swap), migrate requests between workers (migrate), or drop from the start (static-pipeline)."""
@@ -50,11 +50,13 @@ class PlannerSettings(ServiceSettings):
     least_instances: int = Field(default=1, ge=1)
     """With park: minimum number of serving instances, even without demand."""
     park_dwell_s: float = Field(default=10.0, ge=0)
-    """With park: seconds for which one instance fewer must suffice before one is parked; at least twice the wake
-    time."""
+    """With park: seconds for which the demand must fit on one fewer instance before an instance is parked; at least
+    twice the wake time.
+    """
     park_order: Literal["emptiest", "last-name"] = "emptiest"
-    """With park: which instance is parked first. Use last-name if a platform ends instances in the order of their
-    names."""
+    """With park: which instance is parked first. Use last-name if the platform scales down in order of names, as a
+    Kubernetes StatefulSet does.
+    """
     scale_webhook: str | None = Field(default=None, pattern=r"^(https?://.*)?$")
     """URL to which the number of instances that should serve is posted when it changes, at most every 15 s
     (docs/parking.md). Default: none."""
@@ -62,7 +64,8 @@ class PlannerSettings(ServiceSettings):
     """File with the secret that signs these messages, at least 16 bytes."""
     migrate_below_tokens: float = Field(default=32.0, ge=0)
     """With migrate: a worker with room for fewer tokens per running request than this migrates requests away. About the
-    number of tokens that an answer grows by until the next check."""
+    number of tokens by which an answer grows between two checks.
+    """
     migrate_above_tokens: float = Field(default=96.0, ge=0)
     """With migrate: a worker with room for more tokens per running request than this receives them. Must be well above
     migrate_below_tokens, or requests oscillate."""

@@ -124,7 +124,7 @@ for _what in ("ttft_p99", "tpot"):
     _PREDICTED.labels(_what)
 
 
-_GOOD_S = 0.5  # shorter waits count as equal, like in policy.compare
+_GOOD_S = 0.5  # shorter waits count as equal, as in policy.compare
 
 
 class PlannerMetrics:

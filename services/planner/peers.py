@@ -265,7 +265,9 @@ class Members:
         return Probed.ALIVE if (status.worker_id, status.incarnation) == (worker_id, incarnation) else Probed.GONE
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
-        """Call a member and return its answer; None without a timely and valid one. A refused Prepare is FAILED."""
+        """Call a member and return its answer; None if there is no timely and valid answer. A refused Prepare is
+        FAILED.
+        """
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
             with self._asking(worker_id):
@@ -360,7 +362,7 @@ class Members:
 
 def _bound_figures(status: Status) -> None:
     """Clamp the numbers, which are summed for metrics, instead of rejecting the answer, because a transition waits for
-    its phase.
+    the reported phase.
     """
     status.why = status.why[:_MAX_WHY_CHARS]
     for field in fields(Status):

@@ -70,9 +70,9 @@ if TYPE_CHECKING:
 _READINESS_INTERVAL_S = 0.5
 _RANKS_INTERVAL_S = 0.2
 _CALLS_GRACE_S = 1.0  # maximum wait for streams to end after the last request
-# A waiting thread requests the GIL after this time. With the default on busy cores, tokens reached clients in clusters:
-# presumably the engine's thread, which releases the GIL in every operator, regained it before the streaming loop woke
-# up. The effect is not measured well, because other load disturbed the runs.
+# A waiting thread requests the GIL after this time. With the default on busy cores, tokens reached clients in bursts,
+# presumably because the engine's thread, which releases the GIL in every operator, regained it before the streaming
+# loop woke up. Measurements of this are noisy, because of other load on the machine.
 _SWITCH_INTERVAL_S = 0.0002
 
 
@@ -106,7 +106,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
     """
     if settings.engine == "emulated":
         if settings.tensor_parallel_size > 1:
-            raise ConfigError("worker.tensor_parallel_size", "an emulated engine is as fast as its profile says")
+            raise ConfigError("worker.tensor_parallel_size", "not with an emulated engine: its profile sets its speed")
         return _emulated(settings)
     from services.worker.engine.load import load_engine  # imports torch, which is slow to load
     from services.worker.engine.rehearsal import Largest
@@ -218,7 +218,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
-    """Return the initial costs of batches: from a profile, from a measurement made now, or empty.
+    """Return the initial cost model, from a profile or from a measurement made now; an empty one without either.
 
     Raises:
         ConfigError: the profile is of another model or machine.
@@ -391,7 +391,7 @@ class WorkerProcess:
         published = self._membership.member.published
         export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)
         plane = self._membership.plane
-        REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated plane refuses none
+        REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated plane refuses no callers
 
     def _pace(self) -> Pace | None:
         """Learned cost of batches; None while too few batches have been executed."""
@@ -583,7 +583,7 @@ async def serve(
             return
         settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
         settings = await asyncio.to_thread(_with_limits, settings)
-        # Loading a large model is slow; signals are handled meanwhile.
+        # Loading a large model is slow, so it runs in a thread while the event loop handles signals.
         kit = await asyncio.to_thread(load, settings, devices, security.secret)
         shown.model_name = lambda: kit.engine.info.name
         await WorkerProcess(life, settings, security, kit, state, worker_id).run(worker_id)

@@ -52,7 +52,7 @@ class WorkerSettings(ServiceSettings):
     model: Path
     """Folder of a Hugging Face checkpoint, or org/name[@revision], which is downloaded."""
     engine: Literal["torch", "emulated"] = "torch"
-    """torch: compute the model; emulated: compute nothing and take the time given by a profile."""
+    """torch: compute the model; emulated: compute nothing and take as long as a profile says."""
     profile: Path | None = None
     """With the emulated engine: file with the durations of operations."""
     served_model_name: str | None = None
@@ -61,8 +61,9 @@ class WorkerSettings(ServiceSettings):
     """Number format of parameters and, by default, of KV; auto: the checkpoint's own."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     """Number format of KV: fp8 (the same as fp8_e4m3) takes half the memory of bfloat16, with 3 bits of mantissa and
-    the scales of the checkpoint, if any; auto: that of --dtype. Must be the same on all workers of a cluster. Not with
-    FlashInfer."""
+    the scales of the checkpoint, if any; auto: the format of --dtype. Must be the same on all workers of a cluster. Not
+    with FlashInfer.
+    """
     model_impl: Literal["auto", "ballast", "transformers"] = "auto"
     """Implementation of the model: Ballast's own (ballast), or the modelling code of transformers on Ballast's memory;
     auto: Ballast's own for supported architectures, otherwise transformers."""

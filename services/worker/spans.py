@@ -1,7 +1,7 @@
 """A worker's spans in the traces of requests, recorded by the servicer at submission and output.
 
 Each stay of a request on this worker has two spans: until its first token here (prefill, or resume with KV), and from
-there to its end (decode). Traces that are not recorded cost nothing.
+there to its end (decode). Traces that are not recorded have no overhead.
 """
 
 from dataclasses import dataclass

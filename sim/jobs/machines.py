@@ -22,7 +22,7 @@ from tools.model.tokenizer import write_tokenizer
 
 _GPU_BLOCK_TOKENS = 64
 _STAND_IN_VOCABULARY = 4096  # vocabulary size of a generated tokenizer
-_DEFAULT_MEMORY_BYTES = 1 << 30  # the workers' default
+_DEFAULT_MEMORY_BYTES = 1 << 30  # default memory of a worker
 MACHINE_FILE = "machine.json"
 _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -30,7 +30,8 @@ _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 def catalogue_machine(
     gpu: str, model: str, vocab_size: int | None = None, kv_cache_dtype: KvCacheDtype = "auto"
 ) -> Machine:
-    """One instance of the model on the number of GPUs it needs. `vocab_size`: that of another tokenizer, if any.
+    """One instance of the model on the number of GPUs it needs. `vocab_size`: of the tokenizer, if it is not the
+    model's own.
 
     Raises:
         ConfigError: unknown GPU or model; the message lists the catalogue's entries.

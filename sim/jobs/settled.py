@@ -109,8 +109,8 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 def carried_by_pairs(parameter_share: float) -> float:
     """Load that a pair carries relative to its two instances alone, if memory bandwidth is the bottleneck. A pair has
-    more capacity but longer token times, as each microbatch reads the parameters. `parameter_share`: their fraction of
-    the memory.
+    more capacity but longer token times, because each microbatch reads the parameters. `parameter_share`: fraction of
+    the memory that the parameters take.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)
@@ -129,8 +129,8 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
 
 
 def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> bool:
-    """True if, in the busiest window (as long as a request stays), KV demand diverges even with unlimited memory,
-    although prefills leave time for decoding.
+    """True if, in the busiest window of one request's duration, KV demand diverges even with unlimited memory, although
+    prefills leave time for decoding.
     """
     instances, whole = cluster.instances_of(model), trace.requests
     if not whole or trace.span_s <= _BURST_S:

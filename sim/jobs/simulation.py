@@ -100,7 +100,7 @@ class SimJob:
     answer_scale: float | None = None
     limit: int | None = None
     offline: OfflineLoad | None = None  # load in addition to the trace
-    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to its requests in turn
+    classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to the trace's requests in turn
 
 
 def production_rules(worker: WorkerSize) -> ClusterRules:

@@ -31,7 +31,7 @@ PARK, BOTH = "recompute:park=on", "drop:park=on"  # idle instances are parked
 _PATIENCE_S = 60.0  # simulated time after the last arrival and its TTFT goal, for goals on TPOT
 _WINDOWS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 _LOOK_S = 0.2  # polling interval for other processes' reports
-_USED = 0.8  # usable fraction of the memory in the first guess, as arrivals are uneven
+_USED = 0.8  # usable fraction of the memory in the first guess, because arrivals are uneven
 
 Progress = Callable[[str, int, int, float], None]  # (policy, GPUs, requests ended, time in the trace)
 

@@ -100,11 +100,11 @@ def test_tokens_are_those_of_the_merged_model(
     check(checkpoint(arch, False), tmp_path, dtype)
 
 
-def test_ranks_divide_the_adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+def test_ranks_shard_the_adapters(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
     check(checkpoint("qwen2", False), tmp_path, "float64", ranks=2)
 
 
-def test_a_model_of_transformers_is_adapted_too(tmp_path: Path) -> None:
+def test_adapters_on_a_transformers_model(tmp_path: Path) -> None:
     folder = write_family("gemma2", tmp_path / "family")
     check(folder, tmp_path, "float64", "transformers")
     with (

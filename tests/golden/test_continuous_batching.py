@@ -1,4 +1,5 @@
-"""In continuous batching, greedy tokens equal those of `transformers`, with random arrival, cancellation, preemption.
+"""Greedy tokens under continuous batching equal those of `transformers`, despite random arrivals, cancellations and
+preemptions.
 
 The reference model runs once over each sequence (the prompt and our output), and each of our tokens must be its argmax
 at that position. This is as strict as letting it generate, since the first deviation fails.

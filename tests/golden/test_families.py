@@ -194,7 +194,7 @@ def sequences(prompts: Sequence[tuple[int, ...]]) -> Batch:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_family_that_cannot_be_served_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_family_is_refused_with_a_clear_error(name: str, tmp_path: Path) -> None:
     folder = write_family(name, tmp_path)
     with pytest.raises(ConfigError, match=REFUSED[name]):
         load(folder)

@@ -48,7 +48,7 @@ def watched(most: list[int]) -> Generator[None]:
 @pytest.mark.rotating
 @pytest.mark.parametrize("form", ["", "fp8 channels", "int8", "w4a16"])
 @pytest.mark.skipif(not _STATUS.exists(), reason="needs /proc/self/status")
-def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(form: str, tmp_path: Path) -> None:
+def test_loading_needs_hardly_more_memory_than_the_model_and_its_largest_layer(form: str, tmp_path: Path) -> None:
     """Measured in a new process, whose allocator has retained no memory from earlier tests."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         beside = process.submit(bytes_beside_the_model, tmp_path, form).result(timeout=120)

@@ -1,4 +1,4 @@
-"""Prefix caching changes no token and no log probability: real layers, scarce memory."""
+"""Prefix caching changes no token and no log probability. The layers are real and memory is scarce."""
 
 import random
 

@@ -39,7 +39,9 @@ class World:
     def loop(
         self, *, chunk_tokens: int = 512, running: int = 36, blocks: int | None = None, swap: tuple[int, int] = (0, 0)
     ) -> EngineLoop:
-        """`swap`: the number of host-memory blocks, and the maximum number of blocks that a step copies."""
+        """An engine loop. `swap`: the number of host-memory blocks, and the maximum number of blocks that a step
+        copies.
+        """
         return EngineLoop(
             self.engine,
             self.tokenizer,
@@ -59,7 +61,9 @@ def run(loop: EngineLoop, requests: Sequence[Request]) -> tuple[Answer, ...]:
 
 
 def make_requests() -> list[Request]:
-    """Requests that combine all sampling parameters in many ways. At high temperatures, wrong random numbers show."""
+    """Requests that combine all sampling parameters in many ways. At high temperatures, wrong random numbers change the
+    tokens.
+    """
     rng = random.Random(3)
     requests: list[Request] = []
     for index in range(REQUESTS):
@@ -197,7 +201,7 @@ def test_after_swaps(world: World, blocks: int, swap: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("blocks", "host"), [(60, 200), (60, 12), (100, 60), (60, 0)])
 def test_after_yields(world: World, blocks: int, host: int) -> None:
-    """Every third request is an online one that arrives while the others run."""
+    """Every third request is an online request that arrives while the others run."""
     loop, answers = world.loop(blocks=blocks, swap=(host, 0)), dict[int, Answer]()
     order = random.Random(blocks).sample(range(REQUESTS), REQUESTS)
     online, turns = [i for i in order if i % 3 == 0], 0

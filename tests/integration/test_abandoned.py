@@ -35,7 +35,7 @@ async def until_free(worker: "worker_pb2_grpc.WorkerServiceAsyncStub", began_s: 
 
 
 async def word_there_and_back_s(client: AsyncClient) -> float:
-    """Median round-trip time, in seconds, through all processes of a request except the worker."""
+    """Median round-trip time, in seconds, through all processes that serve a request except the worker."""
     took_s: list[float] = []
     for _ in range(15):
         began_s = time.monotonic()

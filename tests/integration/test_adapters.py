@@ -54,7 +54,7 @@ def running(model: Path, adapters: dict[str, Path]) -> Iterator[RunningCluster]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The merged dense models' tokens, by adapter."""
+    """The tokens of the merged dense models, by adapter."""
     found: dict[str, Any] = {}
     for name in NAMES:
         dense = merged(tmp_path_factory.mktemp("dense") / "d", model, adapters[name]) if name else model
@@ -146,7 +146,7 @@ def test_an_unknown_adapter_is_refused(running: RunningCluster) -> None:
         (["a={dora}"], "use_dora: True is not supported"),
     ],
 )
-def test_up_refuses_before_it_starts_a_process(
+def test_up_refuses_invalid_adapters_before_it_starts_a_process(
     flags: list[str], why: str, model: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     dora = write_adapter(tmp_path / "dora", model, use_dora=True)
@@ -159,7 +159,7 @@ def test_up_refuses_before_it_starts_a_process(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_up_hands_adapters_on(
+def test_up_passes_adapters_to_workers(
     ranks: int, model: Path, adapters: dict[str, Path], expected: dict[str, list[tuple[int, ...]]]
 ) -> None:
     modules = [f"{name}={folder}" for name, folder in adapters.items()]

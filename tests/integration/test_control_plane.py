@@ -31,7 +31,7 @@ def plane() -> AbstractAsyncContextManager[ControlPlane]:
     return control_plane()
 
 
-async def test_workers_come_into_the_layout_and_leave_it(plane: ControlPlane) -> None:
+async def test_workers_join_and_leave_the_layout(plane: ControlPlane) -> None:
     await plane.monitor("m1")
     planner = await plane.planner("p1")
     w1, w2, w3 = [await plane.worker(name) for name in ("w1", "w2", "w3")]
@@ -116,7 +116,7 @@ async def test_a_standby_monitor_takes_over_without_losing_a_worker(plane: Contr
     await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "m2 sees losses")
 
 
-async def test_a_standby_planner_takes_over_where_the_other_stopped(plane: ControlPlane) -> None:
+async def test_a_standby_planner_continues_where_the_other_one_stopped(plane: ControlPlane) -> None:
     await plane.monitor("m1")
     p1 = await plane.planner("p1")
     p2 = await plane.planner("p2")
@@ -134,7 +134,7 @@ async def test_a_standby_planner_takes_over_where_the_other_stopped(plane: Contr
     await plane.layout_until(p2, lambda now: names(now) == {"w1", "w3"} and now.epoch > after.epoch, "p2 goes on")
 
 
-async def test_a_lease_that_was_given_back_is_taken_at_once(plane: ControlPlane) -> None:
+async def test_a_released_lease_is_taken_at_once(plane: ControlPlane) -> None:
     p1 = await plane.planner("p1", "--dev", "leadership_ttl_s=90")  # the default lease would expire during the test
     await plane.until(lambda: "leading=True" in p1.log(), "p1 leads")
     p2 = await plane.planner("p2")
@@ -160,7 +160,7 @@ async def test_the_state_server_restarts_empty(plane: ControlPlane) -> None:
     assert "instance lost" not in monitor.log()
 
 
-async def test_a_state_server_that_is_away_delays_plans_and_loses_none(plane: ControlPlane) -> None:
+async def test_an_unreachable_state_server_delays_plans_and_loses_none(plane: ControlPlane) -> None:
     await plane.monitor("m1")
     planner = await plane.planner("p1")
     w1 = await plane.worker("w1")
@@ -176,7 +176,7 @@ async def test_a_state_server_that_is_away_delays_plans_and_loses_none(plane: Co
     assert before.epoch < after.epoch <= before.epoch + 1 + unknown, "only writes of unknown outcome use up an epoch"
 
 
-async def test_an_old_life_of_a_worker_is_refused(plane: ControlPlane) -> None:
+async def test_an_earlier_incarnation_of_a_worker_is_refused(plane: ControlPlane) -> None:
     monitor = await plane.monitor("m1")
     planner = await plane.planner("p1")
     await plane.worker("w1", "--incarnation", "7")
@@ -233,7 +233,7 @@ async def test_draining_a_worker(plane: ControlPlane) -> None:
     assert w1.returncode is None
 
 
-async def test_a_taken_port_is_named_and_ends_with_status_2(plane: ControlPlane) -> None:
+async def test_a_service_whose_port_is_in_use_names_it_and_ends_with_status_2(plane: ControlPlane) -> None:
     m1 = await plane.monitor("m1")
     port = address(m1).rsplit(":", 1)[1]
     for module in ("services.monitor", "services.planner"):
@@ -243,7 +243,7 @@ async def test_a_taken_port_is_named_and_ends_with_status_2(plane: ControlPlane)
         assert f"cannot listen on 127.0.0.1:{port}" in process.log()
 
 
-async def test_a_service_waits_for_the_state_server_and_goes_on_when_it_comes(plane: ControlPlane) -> None:
+async def test_a_service_waits_for_the_state_server_and_starts_once_it_is_up(plane: ControlPlane) -> None:
     url = plane.state.url
     plane.state.stop()
     processes = [plane.start(f"services.{name}", "--port", "0", redis_url=url) for name in ("monitor", "planner")]

@@ -81,7 +81,7 @@ LOST = "document.querySelector('#verdict .lost')?.textContent"
 
 @pytest.mark.rotating
 @needs_browser
-def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
+def test_a_burst_causes_a_drop_and_a_restore(page: str) -> None:
     with browser_window() as browser:
         browser.open(page)
         browser.until("document.querySelectorAll('.worker .hull .layer').length === 2 * 48")
@@ -105,7 +105,7 @@ def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
 
 @pytest.mark.rotating
 @needs_browser
-def test_a_killed_worker_comes_back_on_the_page_and_nothing_is_lost(page: str) -> None:
+def test_a_killed_worker_reappears_on_the_page_and_no_request_is_lost(page: str) -> None:
     with browser_window() as browser:
         browser.open(page)
         browser.until("document.querySelectorAll('.worker:not(.down)').length === 2")
@@ -160,8 +160,8 @@ RETAINED = "[...document.querySelectorAll('.retained')].map(e => e.getBoundingCl
 
 
 def assert_understood(browser: Browser, width: int) -> None:
-    """At first sight the page says what it shows, which button to press and what each column means; nothing is cut
-    off.
+    """Checks that the page shows at first sight what it is about, which button to press and what each column means, and
+    that nothing is cut off.
     """
     assert "Press Burst" in browser.text("#lead")
     does = browser.run("return [...document.querySelectorAll('.does')].map(e => e.innerText)")
@@ -180,7 +180,7 @@ def assert_understood(browser: Browser, width: int) -> None:
 
 
 def assert_seen_together(browser: Browser) -> None:
-    """On a phone, the figures and the memory of both clusters are on one screen while a burst runs."""
+    """Checks that on a phone the figures and the memory of both clusters fit on one screen while a burst runs."""
     browser.resize(390, 844)
     browser.run("document.querySelector('main').scrollIntoView()")
     low = "[...document.querySelectorAll('.cluster')].map(c => c.querySelector('.hull').getBoundingClientRect().bottom)"
@@ -234,7 +234,7 @@ def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
         shoot(browser, "dashboard-burst")
         assert_seen_together(browser)
         done = "[...document.querySelectorAll('#verdict .answered')].every(e => /^(\\d+) of \\1$/.test(e.textContent))"
-        # A cluster that has answered only the first few requests looks better than it is.
+        # A cluster that has answered only the first few requests looks better than it really is.
         early = "document.querySelector('#verdict .best') && 'called the best too early'"
         assert browser.until(f"{done} ? 'done' : {early}", within_s=240) == "done"
         sent = browser.run("return [...document.querySelectorAll('#verdict .answered')].map(e => e.textContent)")

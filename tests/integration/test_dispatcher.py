@@ -92,7 +92,7 @@ async def test_bad_requests_are_refused_by_name_and_affect_no_others() -> None:
         assert arena.worker.request_count == 0
 
 
-async def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
+async def test_a_disconnected_client_frees_its_kv_at_once() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         delays_s: list[float] = []
         while not delays_s or min(delays_s) >= 0.05:  # a machine that is busy all the time would fail here
@@ -159,7 +159,7 @@ async def test_a_killed_worker_costs_no_token() -> None:
         assert any(s.output_token_ids and s.delivered_text_chars for s in resumed)
 
 
-async def test_a_restarted_worker_is_another_one() -> None:
+async def test_a_restarted_worker_is_treated_as_a_new_one() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         call = asyncio.create_task(arena.dispatcher.generate(request(max_tokens=60)))
         await until(lambda: arena.worker.used_blocks > 0, "the request to run")
@@ -213,7 +213,7 @@ async def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
         await until_async(is_taken_over, "the dead dispatcher's claim to lapse")
 
 
-async def test_serving_goes_on_without_the_state_server() -> None:
+async def test_serving_continues_without_the_state_server() -> None:
     async with Arena(TimedSettings(step_s=0.005)) as arena:
         arena.state.stop()
         answers = await asyncio.gather(*(arena.dispatcher.generate(request(request_id=f"r{i}")) for i in range(5)))
@@ -267,7 +267,7 @@ async def test_requests_beyond_the_shutdown_timeout_end_with_a_reason() -> None:
 FAST = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, block_count=10_000)
 
 
-async def test_a_slow_client_gets_everything() -> None:
+async def test_a_slow_client_receives_every_token() -> None:
     async with Arena(FAST) as arena:
         # With 20 logprobs per token the answer has several MB, more than a fixed flow-control window holds if nothing
         # is read.
@@ -279,7 +279,9 @@ async def test_a_slow_client_gets_everything() -> None:
             got.append(response)
         assert [t for r in got for t in r.token_ids] == scripted_tokens([1, 2, 3], 7, count)
         assert sum(len(r.logprobs) for r in got) == count
-        assert max(len(r.token_ids) for r in got) > 20, "tokens that arrived while nobody read were not merged"
+        assert max(len(r.token_ids) for r in got) > 20, (
+            "tokens that arrived while the client did not read were not merged"
+        )
 
 
 async def to_the_end(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> None:
@@ -287,7 +289,7 @@ async def to_the_end(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.Gene
         pass
 
 
-async def test_a_client_that_does_not_read_is_given_up_and_told() -> None:
+async def test_a_client_that_does_not_read_is_cancelled_with_an_error() -> None:
     async with Arena(FAST, flags=["--dev", "client_stall_timeout_s=2"]) as arena:
         stub = arena.dispatcher.narrow_stub()
         stalled = stub.Generate(request(max_tokens=90_000, request_id="stalled", logprobs=20))
@@ -301,7 +303,7 @@ async def test_a_client_that_does_not_read_is_given_up_and_told() -> None:
         assert "read nothing for 2 s" in str(error)
 
 
-async def test_a_client_that_wants_all_at_once_is_not_given_up_while_its_answer_is_made() -> None:
+async def test_a_client_without_streaming_is_not_cancelled_while_its_answer_is_generated() -> None:
     slow = TimedSettings(step_s=0.05, max_model_len=1000)
     async with Arena(slow, flags=["--dev", "client_stall_timeout_s=0.5"]) as arena:
         stub = arena.dispatcher.narrow_stub()

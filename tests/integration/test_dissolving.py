@@ -83,7 +83,9 @@ def cut(cluster: Cluster, name: str) -> None:
 
 
 def is_whole(cluster: Cluster, name: str) -> bool:
-    """Whether its transition is done, its blocks are those of a lone worker, and none of its groups dissolves."""
+    """Whether the worker's transition is done, its blocks are those of a lone worker, and none of its groups is
+    dissolving.
+    """
     progress, worker = cluster.workers[name].progress(cluster.in_force.epoch), cluster.workers[name]
     at_home = worker.book.block_count == worker.engine.memory.home_block_count
     return progress is not None and progress.phase is Phase.DONE and at_home and not dissolves(cluster, name)
@@ -98,7 +100,7 @@ def are_at_home(cluster: Cluster) -> bool:
     return block_counts(cluster) == {name: memory.home_block_count for name, memory in memories.items()}
 
 
-async def test_a_pipeline_goes_on_beside_its_members_until_its_last_answer_has_ended(
+async def test_a_pipeline_runs_alongside_its_members_until_its_last_answer_ends(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 600.0)
@@ -231,7 +233,7 @@ async def test_long_running_requests_move_to_the_members_with_their_kv(
 
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize("by_tokens", [False, True])
-async def test_a_move_changes_no_draw_and_no_word(
+async def test_a_move_changes_no_sampled_token_and_no_text(
     by_tokens: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seeds, penalties, logprobs, stop strings and grammars continue after a move of the KV, or after a replay of the
@@ -277,7 +279,7 @@ async def test_a_move_changes_no_draw_and_no_word(
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("lost", ["w0", "w1", "w2"])
-async def test_losing_a_member_while_the_pipeline_dissolves_loses_no_other(
+async def test_losing_a_member_while_the_pipeline_dissolves_loses_no_request(
     lost: str, model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loses the leader, the middle or the last member: when its links break, the leader moves every request by
@@ -310,9 +312,7 @@ async def test_losing_a_member_while_the_pipeline_dissolves_loses_no_other(
             worker.engine.check()
 
 
-async def test_a_restore_that_is_given_up_gives_the_pipeline_its_blocks_back(
-    model_dir: Path, expected: list[Expected]
-) -> None:
+async def test_an_aborted_restore_returns_the_pipelines_blocks(model_dir: Path, expected: list[Expected]) -> None:
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
         home = block_counts(cluster)
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
@@ -347,7 +347,7 @@ async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
 
 
 @pytest.mark.rotating
-async def test_the_next_drop_finds_whole_members(model_dir: Path, expected: list[Expected]) -> None:
+async def test_a_drop_right_after_a_restore_loses_no_request(model_dir: Path, expected: list[Expected]) -> None:
     """Requests that begin in the pipeline, alongside it or after it end as they would on an undisturbed worker."""
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
         answers = list[Answer]()
@@ -367,7 +367,7 @@ async def test_the_next_drop_finds_whole_members(model_dir: Path, expected: list
         await cluster.quiet()
 
 
-async def test_a_pipeline_gives_way_when_memory_is_wanted_again(
+async def test_an_abort_after_the_commit_ends_the_pipeline_at_once(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 60.0)
@@ -389,7 +389,7 @@ async def test_a_pipeline_gives_way_when_memory_is_wanted_again(
 
 
 @pytest.mark.host_extents
-async def test_a_member_with_room_for_one_extent_at_home_is_restored(model_dir: Path) -> None:
+async def test_a_member_with_room_for_a_single_extent_is_restored(model_dir: Path) -> None:
     """Without room for two groups, the pipeline releases all of its memory, and its running requests are recomputed."""
     wishes = [Wish((3 + i, 9, 4, 7), replace(LONG, max_tokens=20)) for i in range(3)]
     expected = await undisturbed(model_dir, wishes)

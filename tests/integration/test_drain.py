@@ -24,7 +24,7 @@ PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 5 for i in range(6)]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)  # the test stops when it has enough
 
 
-def test_running_requests_leave_a_worker_that_drains(tmp_path: Path) -> None:
+def test_running_requests_leave_a_draining_worker(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=8192)
     flags = {"worker": ["--dtype", "float64"]}
 
@@ -61,7 +61,7 @@ def test_running_requests_leave_a_worker_that_drains(tmp_path: Path) -> None:
     assert answers == [list(one.token_ids) for one in reference]
 
 
-def test_a_stage_that_is_told_to_end_goes_when_its_pipeline_has_been_dissolved(tmp_path: Path) -> None:
+def test_a_terminated_stage_exits_once_its_pipeline_is_dissolved(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=1024)
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
     prompts, sampling = PROMPTS[:3], replace(ENDLESS, max_tokens=250)

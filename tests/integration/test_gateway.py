@@ -153,7 +153,7 @@ def test_completions_equal_the_sdks_answers(running: RunningCluster, ai: OpenAI)
     assert texts == ["a ship" + ours.text] * 2
 
 
-def test_choices_differ_and_come_again_with_the_same_seed(running: RunningCluster, ai: OpenAI) -> None:
+def test_choices_differ_and_repeat_with_the_same_seed(running: RunningCluster, ai: OpenAI) -> None:
     def texts(**more: Any) -> list[str]:
         answer = ai.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, max_tokens=12, **more)
         assert answer.usage is not None
@@ -177,7 +177,7 @@ def test_choices_differ_and_come_again_with_the_same_seed(running: RunningCluste
     assert streamed == first
 
 
-def test_logprobs_stand_beside_their_tokens(running: RunningCluster, ai: OpenAI) -> None:
+def test_logprobs_are_those_of_the_sdk(running: RunningCluster, ai: OpenAI) -> None:
     ours = through_the_sdk(running, messages=MESSAGES, sampling=SamplingParams(max_tokens=9, seed=3, logprobs=2))
     answer = ai.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=9, seed=3, logprobs=True, top_logprobs=2
@@ -246,7 +246,7 @@ def test_usage_in_each_chunk(ai: Any) -> None:
     assert last.usage is None
 
 
-def test_stop_bias_and_everything_else_that_forms_an_answer(running: RunningCluster, ai: OpenAI) -> None:
+def test_stop_strings_logit_bias_and_length_limits(running: RunningCluster, ai: OpenAI) -> None:
     plain = ai.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, temperature=0)
     text = plain.choices[0].message.content or ""
     stops = [text[4:7], "never, never"]
@@ -266,7 +266,7 @@ def test_stop_bias_and_everything_else_that_forms_an_answer(running: RunningClus
         extra_body={**TOKEN_IDS, "min_tokens": 6},
     )
     assert 50 not in without.choices[0].token_ids
-    # Without any limit the answer ends at the model's maximum length, or by itself.
+    # Without any limit the answer ends at the model's maximum length.
     unlimited = ai.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}, timeout=120
     )
@@ -276,7 +276,7 @@ def test_stop_bias_and_everything_else_that_forms_an_answer(running: RunningClus
     assert tier.service_tier == "flex"
 
 
-def test_content_may_come_in_parts_and_roles_have_two_names(running: RunningCluster, ai: OpenAI) -> None:
+def test_content_in_parts_and_alternative_role_names(running: RunningCluster, ai: OpenAI) -> None:
     parts: Any = [
         {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
         {"role": "user", "content": [{"type": "text", "text": "a ship, Schiff, 船"}]},
@@ -291,7 +291,7 @@ def test_content_may_come_in_parts_and_roles_have_two_names(running: RunningClus
         ai.chat.completions.create(model=MODEL, messages=picture)
 
 
-def test_async_clients_in_crowds(running: RunningCluster) -> None:
+def test_many_async_clients_at_once(running: RunningCluster) -> None:
     async def story() -> None:
         async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x") as ai:
 
@@ -400,7 +400,7 @@ def test_a_disconnect_cancels_the_request(running: RunningCluster) -> None:
                 stream = await ai.chat.completions.create(**endless, stream=True, n=n)
                 await anext(aiter(stream))
                 await stream.close()
-            for _ in range(2):  # without streaming too, the client leaves without the answer
+            for _ in range(2):  # the second time without streaming: the client leaves before it has the answer
                 with pytest.raises(openai.APITimeoutError):
                     await ai.chat.completions.create(**endless, timeout=0.3)
             task = asyncio.create_task(ai.chat.completions.create(**endless))
@@ -416,7 +416,7 @@ def test_a_disconnect_cancels_the_request(running: RunningCluster) -> None:
         assert float(line.split()[-1]) >= 3
 
 
-def test_a_thousand_disconnects_leave_nothing_behind(running: RunningCluster) -> None:
+def test_a_thousand_disconnects_leak_nothing(running: RunningCluster) -> None:
     host, port = running.cluster.processes["gateway"][0].address.rsplit(":", 1)
     body = json.dumps({"messages": MESSAGES, "stream": True, "ignore_eos": True, "n": 2}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
@@ -452,7 +452,7 @@ def test_a_thousand_disconnects_leave_nothing_behind(running: RunningCluster) ->
     running.run(soon(lambda: service.num_fds() <= files_before + 8))
 
 
-def test_overload_says_when_to_come_again_and_a_lost_cluster_ends_streams_with_an_error(model: Path) -> None:
+def test_overload_gives_a_retry_delay_and_a_lost_cluster_ends_streams_with_an_error(model: Path) -> None:
     flags: Any = {
         "dispatcher": ["--max-num-queued-reqs", "1", "--dev", "no_worker_timeout_s=1"],
         "worker": ["--max-num-seqs", "1"],
@@ -509,7 +509,7 @@ def with_page(model: Path) -> Generator[RunningCluster]:
         yield running
 
 
-def test_the_page_is_served_if_asked_for_and_changes_nothing(with_page: RunningCluster) -> None:
+def test_the_page_is_served_if_enabled_and_changes_nothing(with_page: RunningCluster) -> None:
     base = with_page.cluster.http_urls[0].removesuffix("/v1")
     with httpx.Client(base_url=base, timeout=60, follow_redirects=True) as http:
         assert "<title>Ballast</title>" in http.get("/dashboard").text
@@ -530,7 +530,7 @@ def test_the_page_is_served_if_asked_for_and_changes_nothing(with_page: RunningC
         assert http.get("/v1/models").status_code == 200
 
 
-def test_the_page_is_not_served_unasked(http: httpx.Client) -> None:
+def test_the_page_is_not_served_by_default(http: httpx.Client) -> None:
     assert http.get("/dashboard").status_code == 404
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/openai.md run as written, one after another."""
+"""The examples of docs/openai.md run as written, one after the other."""
 
 import re
 from pathlib import Path

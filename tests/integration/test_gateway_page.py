@@ -95,7 +95,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Generator[Guarded]:
         yield Guarded(running, base / "certs", infer, operate)
 
 
-def test_only_a_token_with_the_role_operate_gives_orders(guarded: Guarded) -> None:
+def test_only_a_token_with_the_role_operate_changes_the_cluster(guarded: Guarded) -> None:
     before = guarded.status(group_count=2).layout
     assert before is not None
     refused = {
@@ -139,7 +139,9 @@ SUNK = "document.querySelectorAll('.stone.sunk').length"
 
 @needs_browser
 @pytest.mark.parametrize(("name", "size"), [("desktop", (1280, 900)), ("phone", (390, 844))])
-def test_orders_from_the_page_need_a_token_and_say_so(guarded: Guarded, name: str, size: tuple[int, int]) -> None:
+def test_the_page_asks_for_a_token_before_it_changes_the_cluster(
+    guarded: Guarded, name: str, size: tuple[int, int]
+) -> None:
     with browser_window(*size, accept_insecure=True) as browser:
         browser.open(guarded.page)
         browser.until("document.querySelectorAll('.worker:not(.down) .layer').length > 0")

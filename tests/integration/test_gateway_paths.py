@@ -20,7 +20,7 @@ def asked(running: RunningCluster, method: str, path: str, body: bytes | None = 
         return error.code, json.load(error)
 
 
-def test_probes_of_others(with_a_gateway: RunningCluster) -> None:
+def test_health_paths_of_other_servers(with_a_gateway: RunningCluster) -> None:
     assert asked(with_a_gateway, "GET", "/ping") == (200, {"status": "ok"})
     assert asked(with_a_gateway, "POST", "/ping", b"") == (200, {"status": "ok"})
     assert asked(with_a_gateway, "GET", "/load") == (200, {"server_load": 0})

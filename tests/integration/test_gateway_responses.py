@@ -62,7 +62,7 @@ def test_a_response_equals_the_chats_answer(ai: OpenAI) -> None:
     assert len([event for event in events if event.type == "response.output_text.delta"]) > 1
 
 
-def test_functions_are_called_and_their_results_go_back(ai: OpenAI) -> None:
+def test_function_calls_and_their_results(ai: OpenAI) -> None:
     options: Any = {"model": MODEL, "tools": [strict()], "tool_choice": {"type": "function", "name": "clock"}}
     response = ai.responses.create(input="what time is it?", max_output_tokens=60, **options)
     call: Any = response.output[0]

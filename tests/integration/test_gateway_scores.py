@@ -1,4 +1,4 @@
-"""Logprobs of prompts, as lm-evaluation-harness and similar tools request them."""
+"""Logprobs of prompts, in the way that lm-evaluation-harness and similar tools request them."""
 
 from collections.abc import Generator
 from typing import Any

@@ -85,7 +85,7 @@ RESULT = {"role": "tool", "content": "sun"}
         [{"role": "assistant", "content": "x"}, {"role": "system", "content": "y"}],
     ],
 )
-def test_a_conversation_goes_on_whatever_stands_in_it(door: Door, history: list[Any]) -> None:
+def test_conversations_with_unusual_messages_are_accepted(door: Door, history: list[Any]) -> None:
     assert door.chat(messages=[*HI, *history, *HI], tools=[WEATHER])["finish_reason"]
 
 
@@ -97,7 +97,7 @@ def test_a_conversation_goes_on_whatever_stands_in_it(door: Door, history: list[
         {"type": "reasoning", "text": "hm"},
     ],
 )
-def test_thoughts_among_the_parts_of_a_message_are_thoughts(door: Door, part: dict[str, Any]) -> None:
+def test_reasoning_parts_of_a_message_count_as_reasoning(door: Door, part: dict[str, Any]) -> None:
     def tokens(**message: Any) -> list[int]:
         return door.post("/../tokenize", messages=[*HI, {"role": "assistant", **message}, *HI])["tokens"]
 
@@ -125,7 +125,7 @@ NULLS = (
         {"tools": [WEATHER], "tool_choice": "none"},
     ],
 )
-def test_values_that_say_nothing_change_nothing(door: Door, fields: dict[str, Any]) -> None:
+def test_null_and_default_values_are_accepted(door: Door, fields: dict[str, Any]) -> None:
     assert door.chat(**fields)["finish_reason"]
 
 
@@ -143,7 +143,7 @@ def test_values_that_say_nothing_change_nothing(door: Door, fields: dict[str, An
         },
     ],
 )
-def test_tools_as_their_servers_describe_them(door: Door, parameters: dict[str, Any]) -> None:
+def test_tools_as_mcp_servers_describe_them(door: Door, parameters: dict[str, Any]) -> None:
     schema = {**parameters, "additionalProperties": False} if "$ref" not in parameters else parameters
     for tool in ({"parameters": schema}, {"parameters": schema, "strict": None, "description": None}):
         asked = {"tools": [{"type": "function", "function": {"name": "ns__a.b-c", **tool}}], "max_tokens": 200}
@@ -223,18 +223,18 @@ def test_anthropics_histories(door: Door) -> None:
             assert said["role"] == "assistant"
 
 
-def test_a_tool_may_be_chosen_as_responses_does(door: Door) -> None:
+def test_a_tool_choice_in_the_form_of_the_responses_api(door: Door) -> None:
     for choice in ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}):
         message = door.chat(tools=[WEATHER], tool_choice=choice, max_tokens=200)["message"]
         assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"city": "Ulm"}]
 
 
-def test_a_tool_whose_parameters_are_no_schema_is_refused(door: Door) -> None:
+def test_a_tool_whose_parameters_are_not_a_schema_is_refused(door: Door) -> None:
     for parameters in ([1], "object", 5):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         assert door.refused(tools=[tool])["param"] == "tools[0].function.parameters"
 
 
-def test_constraints_that_leave_nothing_say_so(door: Door) -> None:
+def test_contradictory_constraints_are_refused(door: Door) -> None:
     error = door.refused(**says("Ulm"), allowed_token_ids=[5])
     assert "allowed_token_ids" in error["message"]

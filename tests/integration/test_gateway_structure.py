@@ -200,7 +200,9 @@ def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(r
 
 
 async def under_way(running: RunningCluster, asked: asyncio.Task[list[str]]) -> None:
-    """Waits until requests run, or until all have ended in case this process is too slow to see them running."""
+    """Waits until requests run. Returns as well if all have ended, in case this process is too slow to see them
+    running.
+    """
     async with AsyncClient(running.cluster.address) as client:
         await until(client, lambda now: now.running_request_count > 0 or asked.done())
 
@@ -229,7 +231,7 @@ async def replace_the_lost_one(running: RunningCluster) -> None:
     await running.cluster.start_worker(["--dtype", "float64"])
 
 
-def test_openais_own_parsing_and_the_other_forms(ai: OpenAI) -> None:
+def test_openais_parsing_and_other_forms_of_constraints(ai: OpenAI) -> None:
     class Ship(BaseModel):
         name: str = Field(max_length=6)
         masts: int = Field(ge=1, le=9)
@@ -292,8 +294,8 @@ def test_tools_are_called_as_asked(ai: OpenAI) -> None:
     assert calls[0].function.name in ("weather", "clock")
     assert required.choices[0].message.content is None
 
-    # A tool call that the model writes freely is parsed according to its chat template; here a grammar makes the model
-    # write one.
+    # A tool call that the model generates freely is parsed according to its chat template; here a grammar forces the
+    # model to generate one.
     written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     free: Any = {"structured_outputs": {"choice": [f"Let me see. {written}"]}}
     auto = ai.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[CLOCK], extra_body=free)
@@ -331,7 +333,7 @@ def said(text: str, **fields: Any) -> Any:
     return {"model": MODEL, "messages": MESSAGES, "extra_body": {"structured_outputs": {"choice": [text]}}, **fields}
 
 
-def test_a_thought_is_told_apart_and_a_call_in_it_is_none(ai: OpenAI) -> None:
+def test_reasoning_is_separated_and_a_call_within_it_is_ignored(ai: OpenAI) -> None:
     call = '<tool_call>{"name": "clock"}</tool_call>'
     text = f"<think>\nI could {call}\n</think>\n\n{call}"
     [choice] = ai.chat.completions.create(**said(text, tools=[CLOCK])).choices
@@ -346,7 +348,7 @@ def test_a_thought_is_told_apart_and_a_call_in_it_is_none(ai: OpenAI) -> None:
     assert "".join(delta.content or "" for delta in deltas) == "c"
 
 
-def test_arguments_stream_and_one_call_is_one_where_no_more_are_wanted(ai: OpenAI) -> None:
+def test_arguments_stream_and_parallel_calls_can_be_disabled(ai: OpenAI) -> None:
     arguments = '{"days": 1e0, "unit": "' + "a long text " * 20 + '"}'
     call = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
     asked = said(call + call, tools=[WEATHER], parallel_tool_calls=False)
@@ -364,7 +366,7 @@ def test_arguments_stream_and_one_call_is_one_where_no_more_are_wanted(ai: OpenA
     assert len(deltas) > 4
 
 
-def test_an_answer_goes_on_where_the_last_message_ends(ai: OpenAI, running: RunningCluster) -> None:
+def test_an_answer_continues_the_last_message(ai: OpenAI, running: RunningCluster) -> None:
     messages: Any = [*MESSAGES, {"role": "assistant", "content": "The ship"}]
     on: Any = {"continue_final_message": True, "add_generation_prompt": False}
     asked: Any = {"model": MODEL, "messages": messages, "max_tokens": 1}
@@ -378,7 +380,7 @@ def test_an_answer_goes_on_where_the_last_message_ends(ai: OpenAI, running: Runn
         ai.chat.completions.create(**asked, extra_body={**on, "add_generation_prompt": True})
 
 
-def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes(ai: OpenAI) -> None:
+def test_unsupported_keywords_of_a_non_strict_schema_are_ignored(ai: OpenAI) -> None:
     numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2, "uniqueItems": True}
     loose: Any = as_format(numbers)
     loose["json_schema"]["strict"] = False
@@ -398,6 +400,6 @@ def test_an_answer_is_one_of_many_choices(ai: OpenAI, count: int) -> None:
         assert answer.choices[0].message.content in choices
 
 
-def test_a_grammar_that_nothing_follows_is_refused(ai: OpenAI) -> None:
+def test_a_schema_without_a_valid_value_is_refused(ai: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no text can follow"):
         ai.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=as_format({"$ref": "#"}))

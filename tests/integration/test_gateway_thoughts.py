@@ -53,7 +53,7 @@ def thought_of(answer: Any, end_id: int) -> int:
     return count
 
 
-def test_a_form_begins_behind_the_thought(thinking: Thinking, ai: OpenAI) -> None:
+def test_structured_output_begins_after_the_reasoning(thinking: Thinking, ai: OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
     ids: Any = {"return_token_ids": True}
     answer = ai.chat.completions.create(**thinking.options, response_format=form, extra_body=ids)
@@ -63,7 +63,7 @@ def test_a_form_begins_behind_the_thought(thinking: Thinking, ai: OpenAI) -> Non
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "count"}}])
-def test_a_call_that_is_demanded_follows_the_thought(thinking: Thinking, ai: OpenAI, choice: Any) -> None:
+def test_a_required_call_follows_the_reasoning(thinking: Thinking, ai: OpenAI, choice: Any) -> None:
     ids: Any = {"return_token_ids": True}
     answer = ai.chat.completions.create(**thinking.options, tools=[TOOL], tool_choice=choice, extra_body=ids)
     thought_of(answer, thinking.end_id)
@@ -91,7 +91,7 @@ def test_streams_and_responses_count_the_same_tokens(thinking: Thinking, ai: Ope
     assert response.usage.output_tokens_details.reasoning_tokens in (count, response.usage.output_tokens)
 
 
-def test_anthropics_form_has_the_same_answer(thinking: Thinking, ai: OpenAI) -> None:
+def test_anthropics_api_gives_the_same_answer(thinking: Thinking, ai: OpenAI) -> None:
     options: Any = {**thinking.options, "max_tokens": 100, "logit_bias": None}
     chat = ai.chat.completions.create(**options)
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "seed": 5}

@@ -112,7 +112,7 @@ def kill(cluster: Cluster, name: str, peers: list[str]) -> None:
             connection.give_up("the test has cut it")
 
 
-def test_exactly_the_kv_of_lost_layers_travels(
+def test_exactly_the_kv_of_dropped_layers_is_sent(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
@@ -152,7 +152,7 @@ def _spy_on_commit(cluster: Cluster, name: str, found: dict[str, list[tuple[int,
     driver._take_up = spied
 
 
-def test_first_tokens_come_while_kv_is_exchanged(
+def test_first_tokens_arrive_while_kv_is_exchanged(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
@@ -229,11 +229,12 @@ def test_a_survivor_becomes_whole_again(
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
+def test_a_member_leaves_its_group_if_the_layout_omits_it(
     committed: bool, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     """The planner has lost w1, although its links work. w0 leaves the pair or the exchange, becomes whole and takes
-    part in later plans; w1 learns of this through its links. Neither still reports the abandoned transition as running.
+    part in later plans; w1 learns of this through its links. Neither worker still reports the abandoned transition as
+    running.
     """
 
     async def run() -> list[tuple[int, ...]]:
@@ -273,7 +274,7 @@ def _are_whole(cluster: Cluster, target: Layout) -> bool:
 def test_kv_waits_for_room_among_the_transfers_of_a_link(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """No sequence may be forgotten if there are more of them than a link transfers at once."""
+    """No sequence may be forgotten if more sequences are exchanged than a link transfers at once."""
     narrow = replace(SLOW, transport=replace(SLOW.transport, max_transfers=1, rate_bytes_per_s=3e6))
 
     async def run() -> list[tuple[int, ...]]:
@@ -323,7 +324,7 @@ def test_a_member_lost_before_the_commit(model_dir: Path, expected: Callable[[in
     assert asyncio.run(run()) == expected(100)
 
 
-def test_a_flipped_byte_is_found_and_the_layer_had_from_elsewhere(
+def test_a_corrupted_layer_is_detected_and_loaded_from_elsewhere(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     """A parameter in w1's memory is corrupted; w0 still has the checksum of that layer, which it dropped."""
@@ -343,7 +344,7 @@ def test_a_flipped_byte_is_found_and_the_layer_had_from_elsewhere(
     assert asyncio.run(run()) == expected(100)
 
 
-def test_a_restore_is_aborted_while_layers_come(
+def test_a_restore_is_aborted_while_layers_arrive(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
@@ -367,7 +368,7 @@ def test_a_restore_is_aborted_while_layers_come(
     assert asyncio.run(run()) == expected(100)
 
 
-def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
+def test_layers_are_read_from_the_checkpoint_when_no_peer_has_them(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
     async def run() -> list[tuple[int, ...]]:
@@ -387,7 +388,7 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("stage", ["w0", "w1", "w2"])
-def test_a_stage_that_cannot_run_a_batch_ends_the_requests_in_it_and_nothing_else(
+def test_a_batch_that_fails_on_a_stage_ends_only_its_requests(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]], stage: str
 ) -> None:
     """Earlier batches complete before the failed one, and later batches still apply the additions and removals of the

@@ -65,7 +65,7 @@ def blocks_of(worker: GroupWorker) -> int:
     return worker.shell.load().block_count
 
 
-async def test_an_old_capacity_does_not_count_after_an_aborted_restore(model_dir: Path) -> None:
+async def test_a_stale_capacity_is_ignored_after_an_aborted_restore(model_dir: Path) -> None:
     """A stage's old capacity reaches the leader late, and the leader aborts the restore before the stage learns of
     it.
     """
@@ -94,8 +94,8 @@ async def test_an_old_capacity_does_not_count_after_an_aborted_restore(model_dir
 
 
 async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
-    """The leader sends the roster, and the previous stage sends batches, which may contain sequences that the roster
-    resets.
+    """The roster comes from the leader and batches come from the previous stage, so a batch may overtake the roster. It
+    may contain sequences that the roster resets.
     """
     lengths = [150, 130, 110, 90, 70, 50, 30, 10]
     sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
@@ -150,7 +150,7 @@ async def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path)
         assert list(zip(tokens, [len(a.logprobs) for a in answers], strict=True)) == expected
 
 
-async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
+async def test_a_grammar_is_compiled_before_its_request_is_admitted(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader announces a grammar when its request arrives, before admitting it, since compiling may take long."""
@@ -180,7 +180,7 @@ async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
     assert thread.startswith("grammars")
 
 
-async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:
+async def test_a_member_that_closes_its_links_cleanly_is_lost_to_the_group(model_dir: Path) -> None:
     """A member closes its links if its engine fails or if it has to stop. The others must not wait for it forever."""
 
     async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
@@ -216,7 +216,7 @@ async def test_a_newer_plan_rolls_back_an_undecided_one(model_dir: Path, forgott
         assert await whole(cluster, answers) == [e[0] for e in expected]
 
 
-async def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Path) -> None:
+async def test_a_plan_with_wrong_members_is_refused(model_dir: Path) -> None:
     """A planner that has lost the layout believes that every worker serves alone."""
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
@@ -267,7 +267,7 @@ async def test_a_forgotten_plan_is_rolled_back(model_dir: Path, monkeypatch: pyt
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
         assert await phases_after(4) == {pb.TRANSITION_PHASE_PREPARED}, "the epoch may still be decided"
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 60.0)
-        assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner was heard from recently"
+        assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner has called recently"
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
         for one in told:
             one.name_partners(pb.NamePartnersRequest(settled_epoch=5))

@@ -79,7 +79,7 @@ async def sent_raw(process: ServiceProcess, method: str, data: bytes) -> Ballast
     return from_rpc_error(caught.value, process.id)
 
 
-def test_four_bytes_that_are_no_message_end_one_call(running: RunningCluster) -> None:
+def test_four_bytes_that_are_not_a_message_fail_one_call(running: RunningCluster) -> None:
     async def story() -> None:
         cluster = running.cluster
         for process in cluster.processes["monitor"]:
@@ -107,7 +107,7 @@ def test_a_client_that_reads_nothing_and_leaves_ends_its_own_stream(running: Run
 
 
 async def known_model(cluster: LocalCluster) -> cluster_pb2.ModelInfo:
-    """The model as the active monitor knows it, once a worker has announced itself."""
+    """The model as the active monitor reports it, once a worker has registered."""
     async with asyncio.timeout(60):
         while True:
             for process in cluster.processes["monitor"]:
@@ -119,7 +119,7 @@ async def known_model(cluster: LocalCluster) -> cluster_pb2.ModelInfo:
             await asyncio.sleep(0.1)
 
 
-def test_an_impossible_place_is_refused_and_ends_no_planner(running: RunningCluster) -> None:
+def test_an_impossible_position_is_refused_and_crashes_no_planner(running: RunningCluster) -> None:
     async def story() -> None:
         refused = 0
         model = await known_model(running.cluster)
@@ -144,7 +144,7 @@ def test_an_impossible_place_is_refused_and_ends_no_planner(running: RunningClus
     running.run(story())
 
 
-def test_messages_that_expand_are_refused(running: RunningCluster) -> None:
+def test_compressed_messages_that_expand_beyond_the_limit_are_refused(running: RunningCluster) -> None:
     async def story() -> None:
         options = (("grpc.max_send_message_length", -1),)
         gzip = grpc.Compression.Gzip
@@ -158,8 +158,8 @@ def test_messages_that_expand_are_refused(running: RunningCluster) -> None:
     running.run(story())
 
 
-def test_a_drip_at_a_workers_door_holds_no_drop_up(running: RunningCluster) -> None:
-    """Slow connections to all link ports must not delay a drop, including those to a worker that has no links yet."""
+def test_slow_connections_to_link_ports_delay_no_drop(running: RunningCluster) -> None:
+    """Slow connections to all link ports, including those of a worker that has no links yet, must not delay a drop."""
     cluster = running.cluster
 
     async def drip(address: str) -> None:
@@ -221,7 +221,7 @@ async def settled(planner: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: in
     ],
     ids=lambda case: case.kind,
 )
-def test_a_crowd_leaves_nothing_behind_and_others_are_served(running: RunningCluster, case: Case) -> None:
+def test_an_attack_leaks_nothing_and_other_clients_are_served(running: RunningCluster, case: Case) -> None:
     async def story() -> None:
         clients = Clients(running.cluster, await every_port(running.cluster))
         outcome = await clients.run(case)
@@ -239,7 +239,7 @@ def test_a_crowd_leaves_nothing_behind_and_others_are_served(running: RunningClu
 
 
 @pytest.mark.rotating
-def test_ten_thousand_mutated_messages_end_no_process(running: RunningCluster) -> None:
+def test_ten_thousand_mutated_messages_crash_no_process(running: RunningCluster) -> None:
     async def story() -> None:
         report = await Fuzz(running.cluster, seed=7, ports=await link_addresses(running.cluster)).run(10_000)
         assert report.ended == []
@@ -253,7 +253,7 @@ def test_ten_thousand_mutated_messages_end_no_process(running: RunningCluster) -
 
 
 @pytest.mark.parametrize("stopped_s", [0.0, 2.0], ids=["killed", "stopped, then killed"])
-def test_a_dispatcher_that_is_killed_under_load_ends_no_worker(running: RunningCluster, stopped_s: float) -> None:
+def test_killing_a_dispatcher_under_load_crashes_no_worker(running: RunningCluster, stopped_s: float) -> None:
     async def story() -> None:
         cluster = running.cluster
         victim = cluster.processes["dispatcher"][1]

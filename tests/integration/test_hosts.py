@@ -112,7 +112,9 @@ def test_memory_of_the_other_host_is_read_and_written_through_its_image(model: P
 async def test_a_lost_host_ends_its_instances_only(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A host's processes are killed under load. Its instance comes back when the host does. Neither can be parked."""
+    """Kills one host's processes under load. Its instance recovers when the host does. No instance that spans hosts can
+    be parked.
+    """
     common = ["--dtype", "float64", *ALONE]
     each = [flags_at(port) for port in free_ports(2, FIRST)]
     async with LocalCluster(

@@ -154,7 +154,7 @@ def test_without_a_token_nothing_works(secured: Secured) -> None:
     assert [b - a for a, b in zip(before, after, strict=True)] == [3.0, 3.0]
 
 
-def test_a_token_is_good_for_its_classes_only(secured: Secured) -> None:
+def test_a_token_is_valid_for_its_classes_only(secured: Secured) -> None:
     token = add_token(secured.tokens, "nightly", TokenRole.INFER, frozenset([PriorityClass.DEFAULT]))
 
     async def story() -> None:
@@ -277,7 +277,7 @@ def test_a_role_may_make_only_its_own_calls(secured: Secured) -> None:
     secured.running.run(story())
 
 
-def test_a_server_of_another_role_is_not_taken_for_the_one_that_is_wanted(secured: Secured) -> None:
+def test_a_server_with_another_roles_certificate_is_rejected(secured: Secured) -> None:
     """A worker's certificate cannot impersonate the monitor: the caller rejects it before sending anything."""
 
     async def story() -> None:
@@ -291,7 +291,7 @@ def test_a_server_of_another_role_is_not_taken_for_the_one_that_is_wanted(secure
     secured.running.run(story())
 
 
-def test_a_worker_that_claims_another_s_id_is_refused(secured: Secured) -> None:
+def test_a_worker_that_claims_another_workers_id_is_refused(secured: Secured) -> None:
     def announce(worker_id: str) -> monitor_pb2.ReportRequest:
         return monitor_pb2.ReportRequest(
             announce=monitor_pb2.Announce(
@@ -316,7 +316,7 @@ def test_a_worker_that_claims_another_s_id_is_refused(secured: Secured) -> None:
     secured.running.run(story())
 
 
-def test_a_withdrawn_token_is_refused_and_renewed_certificates_are_taken_without_a_restart(secured: Secured) -> None:
+def test_revoked_tokens_and_renewed_certificates_need_no_restart(secured: Secured) -> None:
     async def story() -> None:
         token = add_token(secured.tokens, "for-a-while", TokenRole.INFER)
         async with secured.client(token) as client, asyncio.timeout(60):
@@ -342,7 +342,7 @@ def test_a_withdrawn_token_is_refused_and_renewed_certificates_are_taken_without
     secured.running.run(story())
 
 
-def test_openai_clients_bring_their_token_to_the_gateway(secured: Secured) -> None:
+def test_openai_clients_send_their_token_to_the_gateway(secured: Secured) -> None:
     """The clients use TLS. The gateway passes their token on to a dispatcher, which checks it."""
     context = ssl.create_default_context(cafile=str(secured.ca))
     (url,) = secured.running.cluster.http_urls
@@ -367,7 +367,7 @@ def test_openai_clients_bring_their_token_to_the_gateway(secured: Secured) -> No
         urllib.request.urlopen(url.removesuffix("/v1") + "/live", timeout=60)
 
 
-def test_the_state_server_shows_nothing_without_the_password(secured: Secured) -> None:
+def test_the_state_server_refuses_access_without_the_password(secured: Secured) -> None:
     async def story() -> None:
         stranger = StateServer(secured.running.cluster.redis_url)
         for command in ("GET ballast:layout", "KEYS *", "CONFIG GET *"):
@@ -393,8 +393,8 @@ def test_no_token_and_no_secret_is_in_a_log(secured: Secured) -> None:
         assert secret not in logs
 
 
-def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
-    """A handshake without a call is counted once the time for a connection's first call is over."""
+def test_handshakes_without_a_call_are_counted(secured: Secured) -> None:
+    """A handshake without a call is counted once the time limit for a connection's first call has passed."""
     services: tuple[Service, ...] = ("worker", "planner", "monitor")
 
     def count(service: Service) -> float:
@@ -410,7 +410,8 @@ def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
 
     async def story() -> None:
         before = {service: count(service) for service in services}
-        # More than one handshake: the first call of a connection that was idle until now may be taken for theirs.
+        # More than one handshake, since the first call on a connection that was idle until now may be attributed to one
+        # of them.
         waits = (
             until_async(lambda s=s: is_counted(s, before[s]), f"handshakes with {s} to be counted") for s in services
         )
@@ -419,7 +420,7 @@ def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
     secured.running.run(story())
 
 
-def test_batches_are_their_tokens_own_and_go_over_tls(secured: Secured, tmp_path: Path) -> None:
+def test_batches_belong_to_their_token_and_use_tls(secured: Secured, tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}
     file.write_text(json.dumps(line))

@@ -125,7 +125,7 @@ def test_openais_client_reads_the_results_of_a_batch(kept: RunningCluster) -> No
 
 
 @pytest.mark.parametrize("whose", EXAMPLES)
-def test_files_with_the_fields_of_others_run_as_they_are(kept: RunningCluster, whose: str) -> None:
+def test_files_with_fields_of_other_servers_run_unchanged(kept: RunningCluster, whose: str) -> None:
     ai = client_of(kept)
     model, bound = EXAMPLES[whose]
     lines: list[str] = []
@@ -172,7 +172,7 @@ def test_a_cancelled_batch_keeps_its_answers_and_frees_its_workers(kept: Running
     ai.close()
 
 
-def test_the_command(kept: RunningCluster, tmp_path: Path) -> None:
+def test_batch_commands(kept: RunningCluster, tmp_path: Path) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("\n".join(line(i) for i in range(12)))
 
@@ -195,7 +195,7 @@ def test_the_command(kept: RunningCluster, tmp_path: Path) -> None:
     assert (wrong.returncode, "line 2: is not valid JSON" in wrong.stderr) == (1, True)
 
 
-def test_the_example_finds_its_batch_again(kept: RunningCluster, tmp_path: Path) -> None:
+def test_the_example_resumes_its_batch(kept: RunningCluster, tmp_path: Path) -> None:
     out = tmp_path / "summaries.jsonl"
     command = [sys.executable, "examples/summaries.py", "examples/prompts.jsonl", str(out)]
     environ = {**os.environ, "OPENAI_BASE_URL": kept.cluster.http_urls[0], "OPENAI_API_KEY": "none"}
@@ -292,8 +292,8 @@ class _Disturbed:
         self.told.append("the client that waits was killed")
 
     async def _pause_jobs(self, index: int) -> None:
-        """Stops a replica for so long that the other one takes over if the stopped one had the lease. When resumed,
-        both believe that they lead.
+        """Stops a replica for so long that the other one takes over if the stopped replica held the lease. When
+        resumed, both believe that they lead.
         """
         self._cluster.kill("jobs", index, signal.SIGSTOP)
         await asyncio.sleep(2.5)

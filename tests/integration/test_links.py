@@ -111,7 +111,7 @@ def test_messages_go_both_ways_in_order(bench: Bench, shared_peer: PeerProcess) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [0, 3, 2048])  # nothing, inline in the frame, after the frame
-def test_a_tensor_comes_back_bit_for_bit(bench: Bench, shared_peer: PeerProcess, dtype: torch.dtype, rows: int) -> None:
+def test_a_tensor_returns_bit_for_bit(bench: Bench, shared_peer: PeerProcess, dtype: torch.dtype, rows: int) -> None:
     bench.open("w3")  # the peer has the lower id, so its rendezvous store is used
     link = bench.link(shared_peer, "w2")
     tensor = torch.randn(rows, 64, dtype=torch.float64).to(dtype)
@@ -124,7 +124,7 @@ def test_a_tensor_comes_back_bit_for_bit(bench: Bench, shared_peer: PeerProcess,
 
 
 @pytest.mark.parametrize("bulk_inline_bytes", [4096, 600_000])  # chunks after their frames, chunks inline
-def test_a_transfer_lands_where_the_receiver_wants_it(
+def test_a_transfer_is_written_into_the_buffers_of_the_receiver(
     bench: Bench, shared_peer: PeerProcess, bulk_inline_bytes: int
 ) -> None:
     bench.open(bulk_inline_bytes=bulk_inline_bytes)
@@ -184,7 +184,7 @@ def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) 
     assert [e["stream"] for e in shared_peer.call("received")["ended"]] == [3, 2, 1]
 
 
-def test_parameters_leave_time_to_others_and_are_not_waited_for(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_parameters_are_sent_slowly_unless_memory_is_awaited(bench: Bench, shared_peer: PeerProcess) -> None:
     plane = bench.open(background_share=0.001, chunk_bytes=8 * 1024)  # pauses a thousand times as long as it sends
     link = bench.link(shared_peer, "w2")
     parameters = link.transfer(TrafficClass.PARAMETERS, [pattern(8 * MB, seed=1)], stream=1)
@@ -213,7 +213,7 @@ def test_a_transfer_can_be_moved_to_another_class(bench: Bench, shared_peer: Pee
     assert not second.reprioritise(TrafficClass.PARAMETERS)
 
 
-def test_a_cancelled_transfer_ends_at_both_sides_and_the_link_goes_on(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_a_cancelled_transfer_ends_on_both_sides_and_the_link_stays_up(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open(rate_bytes_per_s=MB, chunk_bytes=64 * 1024, patience_chunks=1 << 20)  # 64 MiB take a minute, never yield
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)
@@ -244,7 +244,7 @@ def test_a_refused_transfer_stops(bench: Bench, shared_peer: PeerProcess) -> Non
     assert shared_peer.call("counts", peer_id="w1")["discarded_bytes"] == report.sent_bytes < 64 * MB
 
 
-def test_over_a_bound_is_refused_before_anything_is_sent(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_a_message_over_a_limit_is_refused_before_anything_is_sent(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open(max_transfer_bytes=MB)
     link = bench.link(shared_peer, "w2", max_message_bytes=1000)  # the smaller limit of both sides applies
     with pytest.raises(InvalidRequest, match="at most 1000"):
@@ -302,7 +302,7 @@ def test_a_killed_peer_breaks_its_link_only(bench: Bench, shared_peer: PeerProce
     assert set(bench.recorder.endings) == {"w3"}
 
 
-def test_a_receiver_learns_that_the_rest_will_not_come(bench: Bench, doomed_peer: PeerProcess) -> None:
+def test_a_receiver_learns_that_the_rest_will_not_arrive(bench: Bench, doomed_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(doomed_peer, "w2", rate_bytes_per_s=4 * MB)
     doomed_peer.call("transfer", to="w1", size_bytes=16 * MB, seed=4, wait=False)
@@ -313,7 +313,7 @@ def test_a_receiver_learns_that_the_rest_will_not_come(bench: Bench, doomed_peer
     assert link.state is LinkState.BROKEN
 
 
-def test_a_stopped_peer_shows_by_its_silence(bench: Bench, doomed_peer: PeerProcess) -> None:
+def test_a_stopped_peer_is_detected_by_its_silence(bench: Bench, doomed_peer: PeerProcess) -> None:
     config = TransportConfig(keepalive_s=0.2, silence_timeout_s=4.0)
     bench.plane = open_plane("w1", bench.recorder, config, "127.0.0.1", secret=b"of this cluster")
     link = bench.link(doomed_peer, "w2")
@@ -326,7 +326,7 @@ def test_a_stopped_peer_shows_by_its_silence(bench: Bench, doomed_peer: PeerProc
     doomed_peer.signal(signal.SIGKILL)
 
 
-def test_a_peer_that_never_answers_a_close_does_not_hold_it_up(bench: Bench, doomed_peer: PeerProcess) -> None:
+def test_a_peer_that_never_answers_a_close_does_not_delay_it(bench: Bench, doomed_peer: PeerProcess) -> None:
     bench.open(close_timeout_s=0.5)
     link = bench.link(doomed_peer, "w2")
     doomed_peer.freeze()
@@ -338,7 +338,7 @@ def test_a_peer_that_never_answers_a_close_does_not_hold_it_up(bench: Bench, doo
     doomed_peer.signal(signal.SIGKILL)
 
 
-def test_the_next_epoch_gets_a_link_of_its_own_over_the_same_connection(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_the_next_epoch_gets_its_own_link_over_the_same_connection(bench: Bench, shared_peer: PeerProcess) -> None:
     plane = bench.open()
     first = bench.link(shared_peer, "w2", epoch=1)
     assert plane.connect("w2", bench.addresses["w2"], 1) is first
@@ -384,7 +384,7 @@ def test_a_peer_that_leaves_an_epoch_ends_its_transfers(bench: Bench, shared_pee
     assert other.transfer(TrafficClass.KV, [pattern(9, seed=3)]).done.result(60).outcome is TransferOutcome.DELIVERED
 
 
-def test_a_broken_link_can_be_made_again_in_the_same_epoch(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_a_broken_link_can_be_reopened_in_the_same_epoch(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     first = bench.link(shared_peer, "w2")
     first.connection.close()
@@ -396,7 +396,7 @@ def test_a_broken_link_can_be_made_again_in_the_same_epoch(bench: Bench, shared_
     bench.recorder.wait("messages", 1)
 
 
-def test_a_peer_that_does_not_come_costs_the_deadline_only(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_a_missing_peer_costs_only_the_deadline(bench: Bench, shared_peer: PeerProcess) -> None:
     plane = bench.open()
     began_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="w2 did not connect"):
@@ -432,7 +432,7 @@ def test_a_slow_link_is_emulated(bench: Bench, shared_peer: PeerProcess) -> None
     assert report.duration_s >= 0.4
 
 
-def test_a_link_that_is_given_up_breaks_at_both_sides(bench: Bench, shared_peer: PeerProcess) -> None:
+def test_an_abandoned_link_breaks_on_both_sides(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(shared_peer, "w2")
     link.give_up("a message does not fit")
@@ -454,8 +454,8 @@ def test_a_receiver_that_raises_breaks_the_link(bench: Bench, shared_peer: PeerP
 
 
 @pytest.mark.parametrize("retired", [False, True])
-def test_nothing_is_left_behind(shared_peer: PeerProcess, retired: bool) -> None:
-    _one_life(shared_peer, retired)  # whatever the process creates once and retains
+def test_nothing_is_leaked(shared_peer: PeerProcess, retired: bool) -> None:
+    _one_life(shared_peer, retired)  # creates whatever the process creates once and retains
     gc.collect()
     gc.disable()  # nothing may be left to the collector
     try:
@@ -478,7 +478,9 @@ def _one_life(peer: PeerProcess, retired: bool) -> None:
 
 
 def _await_no_more_than(before: tuple[int, int, int]) -> None:
-    """Waits, since closing in the background may take long on a busy machine."""
+    """Waits until this process holds no more resources than `before`, since closing in the background may take long on
+    a busy machine.
+    """
     deadline_s = time.monotonic() + 60
     while any(now > then for now, then in zip(_holdings(), before, strict=True)):
         assert time.monotonic() < deadline_s, f"before {before}, now {_holdings()}"

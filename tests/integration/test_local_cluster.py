@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_preset("tiny", tmp_path_factory.mktemp("model") / "tiny")
 
 
-async def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(model: Path) -> None:
+async def test_dispatchers_and_workers_join_and_leave_while_requests_are_answered(model: Path) -> None:
     async with (
         LocalCluster(model, workers=1, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
         AsyncClient(cluster.addresses) as client,
@@ -61,7 +61,7 @@ async def test_a_drained_worker_gets_no_new_requests_and_finishes_its_own(model:
 
         running = [asyncio.create_task(load(i)) for i in range(8)]
         await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
-        # Both requests go only to dispatchers; the second repeats the first.
+        # Both drain requests are sent only to dispatchers; the second repeats the first.
         for address in cluster.addresses:
             assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
         assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)
@@ -81,7 +81,7 @@ async def test_a_drained_worker_gets_no_new_requests_and_finishes_its_own(model:
 
 
 @pytest.mark.rotating
-def test_a_drained_dispatcher_is_taken_back(model: Path) -> None:
+def test_a_drained_dispatcher_can_be_undrained(model: Path) -> None:
     async def story() -> None:
         async with (
             LocalCluster(model, workers=1, device_memory_bytes=8 << 20) as cluster,
@@ -121,7 +121,7 @@ async def prompt_tokens(cluster: LocalCluster) -> dict[str, int]:
     return found
 
 
-def test_a_crash_is_reported_on_leaving(model: Path, tmp_path: Path) -> None:
+def test_a_crash_is_reported_on_exit(model: Path, tmp_path: Path) -> None:
     pids: list[int] = []
 
     async def story() -> None:
@@ -136,7 +136,7 @@ def test_a_crash_is_reported_on_leaving(model: Path, tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_process_that_is_started_again_is_never_there_twice(model: Path, tmp_path: Path) -> None:
+def test_a_restarted_process_never_runs_twice(model: Path, tmp_path: Path) -> None:
     async def story() -> None:
         async with LocalCluster(model, workers=0, dispatchers=0, log_dir=tmp_path) as cluster:
             [old] = cluster.processes["planner"]

@@ -70,8 +70,8 @@ def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
 
 
 def test_after_the_loss_of_a_member_layers_come_from_their_holders(tmp_path: Path) -> None:
-    """The checkpoint is gone: the survivors hold two thirds of the layers, and the worker outside the group holds
-    all.
+    """The checkpoint has been deleted: the survivors hold two thirds of the layers, and the worker outside the group
+    holds all.
     """
     model = make_tiny("llama", tmp_path / "tiny", max_len=256, layers=6)
     with running_cluster(model, workers=4, device_memory_bytes=8 << 20) as running:
@@ -96,7 +96,7 @@ def test_after_the_loss_of_a_member_layers_come_from_their_holders(tmp_path: Pat
 
 
 @pytest.mark.rotating
-def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None:
+def test_no_group_is_invented_for_workers_that_serve_alone(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)
     with running_cluster(model, workers=2, device_memory_bytes=8 << 20) as running:
 
@@ -116,8 +116,8 @@ def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.rotating
-def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path: Path) -> None:
-    """This resembles a failover to a lagging replica, with a planner that knows only what the replica has."""
+def test_a_state_server_that_loses_a_commit_freezes_nothing(tmp_path: Path) -> None:
+    """Resembles a failover to a lagging replica: the planner knows only what the replica has."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
     with running_cluster(model, workers=3, device_memory_bytes=8 << 20, flags=flags) as running:
@@ -161,7 +161,7 @@ def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path:
 
 
 async def _while_preparing(state: redis.asyncio.Redis) -> dict[str, tuple[bytes, int]]:
-    """The keys of layout and transition as dumped before the commit: name -> (value, TTL in ms)."""
+    """Returns the keys of layout and transition as dumped before the commit: name -> (value, TTL in ms)."""
     keys = ("ballast:transition", "ballast:layout", "ballast:layout:meta")
     while True:
         found: dict[str, tuple[bytes, int]] = {}

@@ -49,7 +49,7 @@ async def generate(client: AsyncClient, count: int) -> None:
             tasks.create_task(client.generate(token_ids=token_ids, sampling=sampling, include_text=False))
 
 
-def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningCluster, metrics_port: int) -> None:
+def test_a_burst_is_an_overload_and_a_moderate_load_is_not(running: RunningCluster, metrics_port: int) -> None:
     async def story() -> None:
         async with AsyncClient(running.cluster.address) as client:
             status = await until(client, idle)

@@ -23,7 +23,8 @@ HISTORIES = int(os.environ.get("BALLAST_MIGRATION_HISTORIES", "6"))
 FIRST_SEED = int(os.environ.get("BALLAST_MIGRATION_FIRST_SEED", "0"))
 LAYERS, NAMES = 4, ["w0", "w1"]
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 20 for i in range(6)]  # five full blocks each
-# They run until the test cancels them, since on a busy machine the tested migrations may take seconds.
+# Answers long enough to run until the test cancels them, since the tested migrations may take seconds on a busy
+# machine.
 LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 ROOMY = Sizes(memory_bytes=24 << 20, step_s=0.002)
 CRAWLING = TransportConfig(rate_bytes_per_s=40e3, chunk_bytes=8192, least_chunk_bytes=8192)
@@ -66,7 +67,7 @@ def _moved(cluster: Cluster, name: str = "w0") -> int:
 
 
 @pytest.mark.parametrize("message_bytes", [0, None], ids=["the last KV as a transfer", "with the word"])
-async def test_requests_go_on_at_the_target_without_computing_anything_anew(
+async def test_requests_continue_at_the_target_without_recomputation(
     model_dir: Path, message_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if message_bytes is not None:
@@ -147,7 +148,7 @@ async def test_a_link_that_breaks_leaves_requests_where_they_are(model_dir: Path
         await _end(cluster, answers)
 
 
-async def test_a_change_of_the_layout_goes_before(model_dir: Path) -> None:
+async def test_a_layout_change_takes_precedence_over_migrations(model_dir: Path) -> None:
     slow = replace(ROOMY, transport=TransportConfig(rate_bytes_per_s=300e3))
     async with running_group(model_dir, NAMES, slow) as cluster:
         answers = await _at_w0(cluster, PROMPTS[:3])
@@ -167,7 +168,7 @@ _GROUPS = {  # the source group and the target group
 
 
 @pytest.mark.parametrize("groups", _GROUPS.values(), ids=_GROUPS)
-async def test_requests_go_from_group_to_group_without_computing_anything_anew(
+async def test_requests_migrate_between_groups_without_recomputation(
     model_dir: Path, groups: tuple[list[tuple[str, int, int]], ...]
 ) -> None:
     source, target = ([name for name, _, _ in group] for group in groups)

@@ -103,7 +103,7 @@ async def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing
         await group.arena.connected(leader, other)
 
 
-async def test_requests_that_moved_go_on_once_there_is_a_stream_to_their_new_worker() -> None:
+async def test_moved_requests_continue_once_there_is_a_stream_to_their_new_worker() -> None:
     async with group_arena(*settings(2)) as group:
         leader, other = group.members
         group.publish([leader, other])
@@ -132,7 +132,7 @@ async def test_status_names_every_member_of_a_group() -> None:
         }
 
 
-async def test_cancel_and_deadline_between_two_workers() -> None:
+async def test_cancel_and_deadline_during_a_move_between_workers() -> None:
     async with group_arena(*settings(2)) as group:
         leader, other = group.members
         group.publish([leader, other])

@@ -140,7 +140,7 @@ def test_the_boards_are_up_to_date() -> None:
         )
 
 
-def test_every_metric_and_label_of_boards_and_alerts_is_there_under_load(loaded: RunningCluster) -> None:
+def test_every_metric_and_label_of_boards_and_alerts_exists_under_load(loaded: RunningCluster) -> None:
     samples = samples_of(loaded.cluster)
     for query in [*board_queries(), *page_queries(), *alert_values().values()]:
         query = filled_in(query)
@@ -289,7 +289,7 @@ def test_prometheus_accepts_the_files(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(loaded: RunningCluster) -> None:
+def test_a_requests_events_are_logged_and_found_by_id_without_its_text(loaded: RunningCluster) -> None:
     async def story() -> RequestStory:
         async with AsyncClient(loaded.cluster.address) as client:
             sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -315,7 +315,7 @@ def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(lo
     assert 0 < told.ttft_s <= told.e2e_s
 
 
-def test_a_trace_is_recorded_while_requests_come_and_says_nothing_else(loaded: RunningCluster, tmp_path: Path) -> None:
+def test_a_recorded_trace_contains_nothing_but_arrivals_and_lengths(loaded: RunningCluster, tmp_path: Path) -> None:
     async def traffic(began: asyncio.Event) -> None:
         async with AsyncClient(loaded.cluster.address) as client:
             await client.generate("before", SamplingParams(max_tokens=3, ignore_eos=True))
@@ -374,14 +374,15 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
             running.run(story(running.cluster))
     every = collector.spans()
     roots = [one for one in every if one["name"] == "request" and one["traceId"] == parent.split("-")[1]]
-    assert len(roots) == 8  # later requests begin traces of their own
+    assert len(roots) == 8  # later requests begin their own traces
     calls = {one["spanId"]: one for one in every if one["service"] == "ballast-gateway"}
     assert {root["parentSpanId"] for root in roots} == calls.keys()
     for call in calls.values():
         assert call["parentSpanId"] == parent.split("-")[2]
         assert attributes(call)["http.route"] == "/v1/completions"
         assert attributes(call)["http.response.status_code"] == "200"
-    # A request of worker-1, since those of worker-0, which leads the pair, move only in the restore, if at all.
+    # Selects a request of worker-1: requests of worker-0, which leads the pair, do not move before the restore, if at
+    # all.
     inner, stays, moved = next(
         (inner, stays, root)
         for root in roots
@@ -401,7 +402,7 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
 
 
 def parts_of(root: dict[str, Any], every: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The child spans of a request's span, and those of its stays on workers, in order of time."""
+    """The child spans of a request's span, and the child spans of its stays on workers, sorted by start."""
     inner = [span for span in every if span.get("parentSpanId") == root["spanId"]]
     stays = [span for span in inner if span["service"] == "ballast-dispatcher"]
     return inner, sorted(stays, key=lambda span: int(span["startTimeUnixNano"]))
@@ -426,7 +427,7 @@ def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) 
 
 
 def the_planner_told_of_the_drop(every: list[dict[str, Any]], moved: dict[str, Any]) -> None:
-    """Checks that the drop has a trace of its own, to which the request's span is linked."""
+    """Checks that the drop has its own trace, to which the request's span is linked."""
     link = moved["links"][0]
     drop = {span["name"]: span for span in every if span["traceId"] == link["traceId"]}
     assert drop["drop"]["spanId"] == link["spanId"]
@@ -449,7 +450,7 @@ def _read(request: urllib.request.Request) -> bytes:
         return answer.read()
 
 
-def test_the_status_tells_how_requests_have_fared_lately(loaded: RunningCluster) -> None:
+def test_the_status_shows_recent_latencies(loaded: RunningCluster) -> None:
     async def story() -> ClusterStatus:
         await more_load(loaded.cluster)
         async with AsyncClient(loaded.cluster.address) as client:

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Path) -> Tokens:
-    """The tokens with ample memory. Greedy ones are checked against `transformers`."""
+    """The tokens generated with ample memory. Greedy ones are checked against `transformers`."""
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
     with running_cluster(model, workers=1, device_memory_bytes=AMPLE_BYTES, flags=flags) as cluster:
 

@@ -38,7 +38,7 @@ def test_a_page_shows_the_output_of_its_commands(page: str, shell: Session) -> N
 
 
 @pytest.mark.parametrize("page", ["docs/gpu.md", "docs/operate.md"])
-def test_drops_that_a_page_tells_people_to_make_are_made_where_nothing_lacks(page: str, shell: Session) -> None:
+def test_drop_commands_of_a_page_work_on_an_idle_cluster(page: str, shell: Session) -> None:
     commands = set(re.findall(r"ballast drop --workers [^`\n&|]*[^`\n&| ]", (ROOT / page).read_text()))
     assert commands
     assert not re.search(r"ballast drop(?! --(workers|bytes)) *(--hold|&&|`)", (ROOT / page).read_text())
@@ -77,7 +77,7 @@ def run(with_a_gateway: RunningCluster, *command: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_example_is_run_here_and_says_how() -> None:
+def test_every_example_is_tested_and_explains_how_to_run_it() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
     here = Path(__file__).read_text() + (Path(__file__).parent / "test_jobs.py").read_text()  # runs those with jobs
     for file in EXAMPLES.iterdir():

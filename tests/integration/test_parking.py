@@ -95,7 +95,7 @@ def test_a_worker_is_parked_and_woken_while_requests_run(
     assert answers == [list(one.token_ids) for one in reference]
 
 
-async def test_a_worker_without_host_memory_for_its_parameters_serves_on(
+async def test_a_worker_without_host_memory_for_its_parameters_continues_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def keep(self: HostCopy, parameters: ParameterStore, layer: int) -> None:

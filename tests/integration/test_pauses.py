@@ -1,4 +1,4 @@
-"""During a drop or a restore, a member of a pipeline is paused, without its connections being reset, or killed: no
+"""A member of a pipeline is killed, or paused without its connections being reset, during a drop or a restore: no
 request waits for it.
 
 `python -m benchmarks.nemesis --cases` has more cases: pauses from two seconds to forever, and every stage of a

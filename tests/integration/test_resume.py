@@ -54,7 +54,9 @@ async def read(
 async def begun(
     client: AsyncClient, prompts: Sequence[Prompt], max_tokens: int, *, logprobs: bool = False
 ) -> list[asyncio.Task[tuple[str, int]]]:
-    """Starts streams, and returns their tasks once each has a token. `logprobs`: requested for every other stream."""
+    """Starts streams, and returns their tasks once each one has received a token. `logprobs`: requested for every other
+    stream.
+    """
     events = [asyncio.Event() for _ in prompts]
     reads = [
         asyncio.create_task(read(client, prompt, max_tokens, event, 0 if logprobs and index % 2 else None))
@@ -92,7 +94,7 @@ def kill(dispatcher: Dispatcher) -> None:
     dispatcher.process.send_signal(signal.SIGKILL)
 
 
-async def test_every_stream_of_a_killed_dispatcher_goes_on() -> None:
+async def test_every_stream_of_a_killed_dispatcher_continues() -> None:
     settings = [TimedSettings(worker_id=f"w{i}") for i in range(2)]
     async with Arena(*settings, dispatchers=2) as arena, client_of(*arena.dispatchers) as client:
         prompts = [[1, 2, index] for index in range(40)]
@@ -106,7 +108,7 @@ async def test_every_stream_of_a_killed_dispatcher_goes_on() -> None:
         assert status.running_request_count == 0
 
 
-async def test_a_stream_waits_for_its_only_dispatcher_to_come_back() -> None:
+async def test_a_stream_waits_for_its_only_dispatcher_to_restart() -> None:
     async with (
         Arena(TimedSettings(), flags=["--port", "0"]) as arena,
         client_of(arena.dispatcher, resume_s=120.0) as client,
@@ -166,7 +168,7 @@ async def test_queued_requests_of_a_dead_dispatcher_are_not_lost(collect: bool) 
             assert answer.text == scripted_text(answer.token_ids)
 
 
-async def test_the_state_server_may_be_away_too() -> None:
+async def test_streams_continue_even_without_the_state_server() -> None:
     async with Arena(TimedSettings(), dispatchers=2) as arena, client_of(*arena.dispatchers) as client:
         [going] = await begun(client, [[1, 2]], 300)
         arena.state.stop()
@@ -268,7 +270,7 @@ async def test_an_id_stays_reserved_for_a_client_that_resumes_late() -> None:
         assert [*first.token_ids, *answer.token_ids] == scripted_tokens([1, 2, 3], 7, count)
 
 
-async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere() -> None:
+async def test_a_request_cancelled_by_its_id_is_not_resumed_elsewhere() -> None:
     """The dispatcher dies right after answering the cancellation, before the stream's client has received the end."""
 
     async with Arena(TimedSettings(), dispatchers=2) as arena:

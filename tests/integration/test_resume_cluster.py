@@ -14,7 +14,7 @@ from tools.model.tiny import make_tiny
 pytestmark = pytest.mark.rotating
 
 
-def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_request_continues(capsys: pytest.CaptureFixture[str]) -> None:
     """Greedy and seeded requests, with logprobs, stop strings and a JSON schema."""
     arguments = ["--for", "20s", "--faults", "kill a dispatcher", "--fault-every-s", "2", "--at-once", "1"]
     assert ballast(["chaos", *arguments]) == 0, capsys.readouterr()
@@ -24,7 +24,7 @@ def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> No
     assert "0 answers of" in said
 
 
-def test_choices_that_are_streamed_over_http_go_on(tmp_path: Path) -> None:
+def test_choices_streamed_over_http_continue(tmp_path: Path) -> None:
     """Killing a dispatcher changes no text of four choices of one request, spread over two dispatchers."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=2048)
     wanted = {

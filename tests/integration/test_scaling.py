@@ -29,7 +29,7 @@ pytestmark = pytest.mark.rotating
 LONG = replace(GREEDY, max_tokens=1000)
 
 
-def test_processes_come_with_a_burst_and_go_after_it(tmp_path: Path) -> None:
+def test_a_burst_starts_a_worker_and_idleness_stops_it(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=8192)
     secret = tmp_path / "scale.secret"
     secret.write_text("0123456789abcdef" * 2)
@@ -83,7 +83,7 @@ def test_processes_come_with_a_burst_and_go_after_it(tmp_path: Path) -> None:
         assert all(answer == list(right.token_ids) for answer in given)
 
 
-def test_a_command_is_run_with_the_number(tmp_path: Path) -> None:
+def test_the_scale_command_receives_the_number_of_workers(tmp_path: Path) -> None:
     """Runs `ballast scale` as a process, and sends it two webhook calls."""
     secret, port, out = tmp_path / "secret", free_port(), tmp_path / "out"
     secret.write_text("0123456789abcdef")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.rotating
 SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
-def test_a_quiet_cluster_parks_and_a_burst_wakes(tmp_path: Path) -> None:
+def test_an_idle_cluster_parks_a_worker_and_a_burst_wakes_it(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=8192)
     flags = {
         "worker": ["--dtype", "float64", "--dev", "self_profile_s=1"],

@@ -53,7 +53,7 @@ async def a_group_and_one_outside(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("lost", ["w1", "w2", "w3"])
-def test_an_instance_outside_takes_the_place_of_a_lost_follower(lost: str, model_dir: Path, expected: Tokens) -> None:
+def test_an_instance_outside_the_group_replaces_a_lost_follower(lost: str, model_dir: Path, expected: Tokens) -> None:
     async def run() -> Tokens:
         async with running_group(model_dir, NAMES, ROOMY) as cluster:
             answers = await ask(cluster, ["w0", "w0", "w4"])
@@ -67,7 +67,7 @@ def test_an_instance_outside_takes_the_place_of_a_lost_follower(lost: str, model
             assert said["w4"].kv_bytes_sent > 0
             assert said["w0"].victims_recomputed > 0
             tokens = await whole(cluster, answers)
-            assert max(answer.attempts for answer in answers) <= 2  # the stand-in's requests moved once
+            assert max(answer.attempts for answer in answers) <= 2  # requests of the stand-in have moved once
             assert [answer.attempts for answer in answers[::3]] == [1, 1]
             return tokens
 
@@ -97,7 +97,7 @@ def test_with_a_log_the_stand_in_computes_the_lost_layers_alone(lost: str, model
     assert asyncio.run(run()) == expected
 
 
-def test_a_group_without_stand_in_ends_after_a_while(model_dir: Path, expected: Tokens) -> None:
+def test_a_group_without_a_stand_in_is_dissolved_after_a_while(model_dir: Path, expected: Tokens) -> None:
     async def run() -> Tokens:
         async with running_group(model_dir, NAMES, ROOMY) as cluster:
             answers = await ask(cluster, ["w0"])
@@ -204,7 +204,7 @@ async def _kill_one(
 
 
 def _share(record: pb.Transition) -> float:
-    """The share of KV that was recomputed: one stage in four, but all layers of requests that started over."""
+    """The fraction of KV that was recomputed: one stage of four, but all layers of requests that started over."""
     anew = record.victims_recomputed / max(1, record.victim_count)
     return anew + (1 - anew) / 4
 

@@ -80,7 +80,7 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
 
 
 def test_two_ranks_of_a_mixture_of_experts_generate_the_tokens_of_one(tmp_path: Path) -> None:
-    """With the code and the tensor-parallel plan of `transformers`."""
+    """Uses the model code and the tensor-parallel plan of `transformers`."""
     folder = write_family("qwen3_moe", tmp_path)
     load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float64")
 
@@ -155,7 +155,7 @@ def test_two_gpus_generate_the_same_tokens_with_recorded_sums(model: Path) -> No
     assert said == [said[0]] * 4
 
 
-async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ranks(model: Path) -> None:
+async def test_a_dying_rank_ends_its_instance_and_a_dying_worker_ends_its_ranks(model: Path) -> None:
     alone = ["--overload-policy", "recompute"]  # workers must not merge
     ranked = ["--tensor-parallel-size", "2", "--dtype", "float64", *alone]
 

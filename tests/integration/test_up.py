@@ -146,7 +146,7 @@ def test_health_of_every_service(running: Up) -> None:
     assert ballast("health", "worker", first) == (1, "", told)
 
 
-def test_refusals_of_the_cluster_are_one_line(running: Up) -> None:
+def test_refusals_of_the_cluster_are_reported_in_one_line(running: Up) -> None:
     for arguments, word in (
         (["--max-tokens", "100000"], "max_model_len"),
         (["--token-ids", "99999"], "vocabulary"),
@@ -168,7 +168,7 @@ def test_bench_against_a_running_cluster(running: Up, tmp_path: Path) -> None:
 
 
 @pytest.mark.rotating
-def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_lets_a_running_request_finish_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "1", "--port", "0", "--device-memory-bytes", "8MiB"]
     with up(tmp_path / "stderr", *arguments, "--log-dir", str(tmp_path / "logs")) as process:
         assert process.wait_ready().count("\n") == 1
@@ -203,7 +203,7 @@ def until_running(address: str) -> None:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_launcher_that_is_stopped_while_starting_leaves_nothing(
+def test_a_launcher_that_is_stopped_while_starting_leaves_no_process(
     model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     arguments = ["--model", str(model), "--port", "0", "--log-dir", str(tmp_path / "logs")]
@@ -248,7 +248,7 @@ def test_a_worker_killed_under_load_is_restarted_without_losing_a_token(model: P
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", ["dispatcher-0", "planner-0", "monitor-0", "valkey-server"])
-def test_any_other_process_comes_back_too_though_killed_again_while_it_starts(small: Up, name: str) -> None:
+def test_every_other_process_is_restarted_even_if_killed_while_starting(small: Up, name: str) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0.0)
     with Client(small.address) as client:
         expected = client.generate("A ship", sampling).token_ids
@@ -263,7 +263,7 @@ def test_any_other_process_comes_back_too_though_killed_again_while_it_starts(sm
 
 
 @pytest.mark.rotating
-def test_a_service_that_cannot_stay_up_is_given_up_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
+def test_a_service_that_keeps_failing_is_abandoned_and_the_others_continue(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "8MiB"]
     own = tmp_path / "model"
     shutil.copytree(model, own)
@@ -296,7 +296,7 @@ def until(holds: Callable[[], bool], within_s: float = START_WITHIN_S) -> None:
         time.sleep(0.02)
 
 
-def test_a_taken_port_is_one_clear_line(model: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_clear_line(model: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -307,7 +307,7 @@ def test_a_taken_port_is_one_clear_line(model: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_a_state_server_that_is_not_there_is_one_clear_line(model: Path) -> None:
+def test_an_unreachable_state_server_is_reported_in_one_clear_line(model: Path) -> None:
     url = f"redis://127.0.0.1:{free_port()}/0"
     status, out, err = ballast("up", "--model", str(model), "--port", "0", "--redis-url", url, timeout_s=60.0)
     assert (status, out) == (1, "")
@@ -315,7 +315,7 @@ def test_a_state_server_that_is_not_there_is_one_clear_line(model: Path) -> None
     assert "Traceback" not in err
 
 
-def test_a_budget_that_is_too_small_is_one_clear_line(model: Path) -> None:
+def test_a_memory_budget_that_is_too_small_is_reported_in_one_clear_line(model: Path) -> None:
     status, out, err = ballast("up", "--model", str(model), "--port", "0", "--device-memory-bytes", "64KiB")
     assert (status, out) == (2, "")
     assert re.search(r"^ballast: --device-memory-bytes: .*parameters alone", err, re.MULTILINE), err

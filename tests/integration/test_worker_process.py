@@ -128,7 +128,9 @@ async def serving(child: ChildProcess) -> AsyncGenerator[Serving]:
 
 
 @pytest.mark.rotating
-async def test_a_signal_drains_and_the_second_life_is_another_one(model: Path, state_url: str, tmp_path: Path) -> None:
+async def test_a_signal_drains_and_a_restarted_worker_has_a_new_incarnation(
+    model: Path, state_url: str, tmp_path: Path
+) -> None:
     async with serving(start(tmp_path, model, state_url, "--shutdown-timeout", "120")) as worker:
         assert await worker.is_ready()
         first_life = (await status_of(worker.channel)).incarnation
@@ -152,7 +154,7 @@ async def test_a_signal_drains_and_the_second_life_is_another_one(model: Path, s
         assert worker.child.returncode == 0, worker.child.describe_end()
 
 
-async def test_a_drain_that_takes_too_long_ends_anyway(model: Path, state_url: str, tmp_path: Path) -> None:
+async def test_a_drain_ends_after_its_time_limit(model: Path, state_url: str, tmp_path: Path) -> None:
     async with serving(start(tmp_path, model, state_url, "--shutdown-timeout", "0.2")) as worker:
         attached = await Attached.open(worker.channel)
         await attached.submit(1, LONG)
@@ -356,7 +358,7 @@ def test_a_wrong_configuration_ends_with_status_2_and_one_clear_line(
         assert why in log
 
 
-async def test_a_process_that_is_refused_says_so_too(model: Path, state_url: str, tmp_path: Path) -> None:
+async def test_a_running_process_reports_a_refused_configuration(model: Path, state_url: str, tmp_path: Path) -> None:
     child = start(tmp_path, model, state_url, "--log-level", "error", "--max-num-seqs", "0")
     try:
         assert await child.wait(START_TIMEOUT_S), child.log_tail()

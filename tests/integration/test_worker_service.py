@@ -175,14 +175,14 @@ async def test_the_first_message_must_be_hello(served: Served) -> None:
         await hasty.read()
 
 
-async def test_hello_must_come_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hello_must_arrive_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer_module, "_HELLO_TIMEOUT_S", 0.2)
 
     with pytest.raises(PeerViolation, match=r"no Hello within 0\.2 s"):
         await Attached(served.channel).read()
 
 
-async def test_another_worker_or_another_life_of_it_is_refused(served: Served) -> None:
+async def test_a_hello_to_another_worker_or_incarnation_is_refused(served: Served) -> None:
     lost = Attached(served.channel)
     await lost.call.write(hello("w2", INCARNATION))
     with pytest.raises(Unavailable, match="this is worker w1"):
@@ -258,7 +258,7 @@ async def test_abort_and_deadline(served: Served) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "half close", "lost channel"])
-async def test_a_dispatcher_that_goes_takes_its_requests_along(served: Served, how: str) -> None:
+async def test_requests_of_a_disconnected_dispatcher_end(served: Served, how: str) -> None:
     other = open_channel(served.address)
     going, staying = await Attached.open(other), await Attached.open(served.channel)
     for handle in range(1, 5):

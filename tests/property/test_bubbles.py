@@ -38,7 +38,7 @@ def test_under_backlog_stages_wait_a_third_as_long_and_more_gets_done(
     assert ahead.first_token_s < counted.first_token_s
 
 
-def test_a_model_that_is_off_by_a_third_still_helps() -> None:
+def test_a_cost_model_with_an_error_of_a_third_still_helps() -> None:
     wanted = requests(5, 160, 6000, 30)
     off = CostModel(COST.attention_s * 1.3, COST.token_s * 0.8, COST.chunk_s * 2, COST.shared_s * 2, 0.0)
     counted, ahead = played(4, PLENTY, wanted, None), played(4, PLENTY, wanted, off)
@@ -46,7 +46,7 @@ def test_a_model_that_is_off_by_a_third_still_helps() -> None:
     assert ahead.wall_s < counted.wall_s
 
 
-def test_batches_that_cost_much_whatever_is_in_them_share_the_prompts_with_the_decodes() -> None:
+def test_batches_with_a_high_fixed_cost_mix_prompts_with_decodes() -> None:
     """Uses a cost model like a GPU's: a batch of a few decodes takes a fifth of a full batch's time, since all
     parameters are read.
     """
@@ -60,6 +60,6 @@ def test_batches_that_cost_much_whatever_is_in_them_share_the_prompts_with_the_d
         assert ahead.wall_s < counted.wall_s * 0.97
 
 
-def test_a_lone_prompt_is_answered_sooner_by_all_stages_together() -> None:
+def test_lookahead_gives_a_lone_prompt_an_earlier_first_token() -> None:
     counted, ahead = (played(4, PLENTY, [(8000, 2)], model) for model in (None, COST.scaled(1 / 4)))
     assert ahead.first_token_s < counted.first_token_s / 2

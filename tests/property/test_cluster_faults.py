@@ -46,7 +46,7 @@ def are_well_again(first: int) -> None:
 @pytest.mark.rotating
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(CHUNK, SEEDS, CHUNK))
-def test_a_cluster_is_well_again_after_its_faults(first: int) -> None:
+def test_a_cluster_recovers_from_its_faults(first: int) -> None:
     are_well_again(first)
 
 
@@ -111,7 +111,7 @@ def test_a_story_depends_on_its_seed_only() -> None:
         "wrong-block",
     ],
 )
-def test_a_fault_that_is_put_back_is_seen(mutant: str) -> None:
+def test_a_reintroduced_bug_is_detected(mutant: str) -> None:
     command = [sys.executable, "-m", "tests.support.mutants", "--seeds", "300", mutant]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=500).stdout
     assert "seed" in told

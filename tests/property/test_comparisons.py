@@ -54,7 +54,7 @@ def _loaded(draw: st.DrawFn) -> tuple[Snapshot, Running]:
 
 @settings(max_examples=60, deadline=None)
 @given(_loaded(), _traffics(), _paces())
-def test_there_is_always_an_answer(loaded: tuple[Snapshot, Running], traffic: Traffic, pace: Pace) -> None:
+def test_comparisons_always_give_a_decision(loaded: tuple[Snapshot, Running], traffic: Traffic, pace: Pace) -> None:
     snapshot, running = loaded
     found = compare(snapshot, running, traffic, pace)
     assert found.chosen in found.candidates

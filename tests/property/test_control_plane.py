@@ -68,7 +68,7 @@ def test_a_dead_instance_leaves_within_its_lease(seed: int) -> None:
     assert cluster.members() == {names[5]}
 
 
-def test_joins_that_come_together_share_an_epoch() -> None:
+def test_simultaneous_joins_share_an_epoch() -> None:
     cluster = watched(50)
     cluster.run(cluster.world.zero_s)
     assert cluster.members() == set(cluster.world.instances)
@@ -100,7 +100,7 @@ def overloads(world: World) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_an_oscillating_load_is_told_once_per_dwell_time_even_over_changes_of_the_monitor(
+def test_an_oscillating_load_is_signalled_once_per_dwell_time_even_if_the_monitor_changes(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = watched(4, seed=seed, replicas=2)
@@ -116,7 +116,7 @@ def test_an_oscillating_load_is_told_once_per_dwell_time_even_over_changes_of_th
     assert all(later - earlier >= dwell_s for earlier, later in itertools.pairwise(told))
 
 
-def test_a_burst_is_told_within_a_report_and_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_is_signalled_within_a_report_and_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = watched(4)
     world = cluster.world
     began_s, rules = world.zero_s + 4.0, world.options.rules

@@ -328,7 +328,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data(), preempts=st.booleans())
     @precondition(lambda self: self.busy)
     def nothing_moves(self, data: st.DataObject, preempts: bool) -> None:
-        """A worker has read all messages and admits no request, so that its waiting requests may be recalled."""
+        """A worker has read all messages but admits no request, so that its waiting requests may be recalled."""
         crowded = data.draw(st.sampled_from(self.busy))
         worker = self.workers[crowded]
         worker.read(len(worker.unread))

@@ -71,9 +71,7 @@ def check_plan(snapshot: Snapshot, done: DropPlan) -> Snapshot:
 
 
 def check_exchange(snapshot: Snapshot, then: Snapshot, done: DropPlan) -> None:
-    """Checks `exchange_bytes`: a layer's KV of a group is sent if, in the new group, another member executes that
-    layer.
-    """
+    """Checks `exchange_bytes`: a group sends a layer's KV if another member executes that layer in the new group."""
     new_holder = {
         (m.worker_id, layer): holder.worker_id
         for g in then.groups

@@ -19,14 +19,14 @@ from tests.support.request_ownership import Ownership
 LIMIT = int(os.environ.get("BALLAST_STATES", "2000"))  # about 10,000 cover all states, with 3 losses of a request
 
 
-def test_a_request_has_one_owner_and_one_ending_in_whatever_order_things_come() -> None:
+def test_a_request_has_one_owner_and_one_ending_in_any_order_of_events() -> None:
     found = search(Ownership(losses=2), LIMIT)
     print(found)
     assert found.whole
     assert found.ends > 10
 
 
-def test_a_drop_ends_alike_for_both_members_in_whatever_order_things_come() -> None:
+def test_a_drop_has_the_same_outcome_on_both_members_in_any_order_of_events() -> None:
     found = search(Handover(losses=0), LIMIT)
     print(found)
     assert found.whole
@@ -34,13 +34,13 @@ def test_a_drop_ends_alike_for_both_members_in_whatever_order_things_come() -> N
 
 
 @pytest.mark.rotating
-def test_a_drop_ends_alike_while_planners_change_and_a_call_or_an_answer_is_lost() -> None:
+def test_a_drop_has_the_same_outcome_on_both_members_despite_new_planners_and_lost_calls() -> None:
     found = search(Handover(losses=1), LIMIT // 2)
     print(found)
     assert found.depth > 6
 
 
-def test_an_abort_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_without_notification_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = DispatcherCore.handle
 
     def forgetful(self: DispatcherCore, event: Event) -> list[Command]:
@@ -51,7 +51,7 @@ def test_an_abort_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         search(Ownership(losses=1), LIMIT)
 
 
-def test_a_token_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     move = DispatcherCore._enqueue
 
     def forgetful(self: DispatcherCore, tracked: object, at_s: float) -> None:

@@ -64,7 +64,7 @@ def restore_beside_long_answers(seed: int) -> float:
 # Seed 11: running requests soon outgrow two members. Seed 52: long answers fill one of two members.
 @pytest.mark.rotating
 @pytest.mark.parametrize("seed", [6, 11, 52])
-def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_kv(seed: int) -> None:
+def test_long_answers_continue_during_a_restore_and_then_move_with_their_kv(seed: int) -> None:
     assert restore_beside_long_answers(seed) < 1.5
 
 

@@ -65,7 +65,7 @@ def no_checks() -> Iterator[None]:
 @pytest.mark.parametrize("name", MAPPERS)
 @settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
-def test_a_record_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
+def test_a_record_survives_a_round_trip(name: str, data: st.DataObject) -> None:
     mapper = MAPPERS[name]
     record = data.draw(st.from_type(mapper.record_type))
     said = {field: getattr(record, field) for field in mapper.given if hasattr(record, field)}

@@ -68,7 +68,9 @@ class MonitorMachine(RuleBasedStateMachine):
         for command in commands:
             match command:
                 case m.Publish(m.InstanceUp(instance)):
-                    assert instance.incarnation >= self.newest.get(instance.worker_id, 0), "an old incarnation came up"
+                    assert instance.incarnation >= self.newest.get(instance.worker_id, 0), (
+                        "an old incarnation was reported as up"
+                    )
                     self.newest[instance.worker_id] = instance.incarnation
                     assert self.told.get(instance.worker_id, instance.incarnation) == instance.incarnation
                     self.told[instance.worker_id] = instance.incarnation

@@ -87,7 +87,7 @@ def test_relief_only_below_half_and_overload_only_near_capacity(history: list[Cl
 
 @given(histories())
 @settings(max_examples=100, deadline=None)
-def test_the_same_history_is_judged_the_same(history: list[ClusterDemand]) -> None:
+def test_the_same_history_gives_the_same_signals(history: list[ClusterDemand]) -> None:
     assert run(history) == run(history)
 
 
@@ -109,7 +109,7 @@ def test_usage_was_low_for_the_whole_time_before_a_relief(history: list[ClusterD
     smooth=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
+def test_reactions_to_an_oscillating_load_flap_no_faster_than_the_dwell_time(
     period_s: float, low: int, high: int, duty: float, smooth: bool
 ) -> None:
     """The cluster drops on each Overload and restores on each Relief, half a second after the signal."""
@@ -133,7 +133,7 @@ def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
 
 @given(start=st.integers(0, 700), growth_per_step=st.integers(1, 400))
 @settings(max_examples=300, deadline=None)
-def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_interval(
+def test_steady_growth_is_signalled_before_capacity_is_exceeded_by_more_than_one_interval(
     start: int, growth_per_step: int
 ) -> None:
     """The trend is known from the third sample on; until then only the level is compared with the threshold."""
@@ -161,8 +161,10 @@ def test_no_overload_while_demand_stays_below(levels: list[int], ordered: bool) 
 
 @given(st.integers(850, 949), st.lists(st.integers(-10, 10), min_size=20, max_size=100))
 @settings(max_examples=200, deadline=None)
-def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: int, noise: list[int]) -> None:
-    """Near capacity, but below the threshold even if the noise's steepest slope is extrapolated over the horizon."""
+def test_noise_below_the_threshold_is_no_overload(level: int, noise: list[int]) -> None:
+    """Demand is near capacity, but below the threshold even if the noise's steepest slope is extrapolated over the
+    horizon.
+    """
     steepest_per_s = 20 / (RULES.trend_window_s / 2 - STEP_S)
     assume(level + 10 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
     history = [sample(i * STEP_S, level) for i in range(10)]
@@ -178,7 +180,7 @@ def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: i
         (6, 16, 0.4, DEFAULTS, 3),
     ],
 )
-def test_chance_seldom_looks_like_a_burst_and_a_burst_does(
+def test_random_fluctuations_seldom_look_like_a_burst_and_a_burst_does(
     seed: int, slots: int, share: float, rules: PressureRules, most_alarms: int
 ) -> None:
     """Requests arrive at random and occupy a fraction `share` of `slots` places; after 300 s the rate quadruples."""

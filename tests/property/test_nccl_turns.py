@@ -1,6 +1,6 @@
-"""Any operations are posted on both lanes and sides, in any order, and a communicator may fail in any way. Both sides
-then post the same operations, only data that was sent is delivered, every wait ends, and an activation waits for at
-most one chunk.
+"""Posts any operations on both lanes and sides, in any order, while a communicator may fail in any way. Both sides must
+then post the same operations to NCCL, only data that was sent may be delivered, every wait must end, and an activation
+waits for at most one chunk.
 """
 
 import random
@@ -78,7 +78,7 @@ def test_only_sent_data_is_delivered_however_a_communicator_fails(part: int) -> 
 
 
 def _history(chance: random.Random) -> list[bool]:
-    """Posts a random history. Returns for each posted operation whether it succeeded."""
+    """Posts a random history. Returns, for each posted operation, whether it succeeded."""
     count = chance.randint(1, 8)
     drawn = fates(chance, count)
     pair = Pair(Wires(drawn, late_s=0.0005))
@@ -172,7 +172,7 @@ def test_an_activation_waits_for_one_turn_at_most(seed: int) -> None:
     pair.close()
 
 
-def test_two_that_both_send_first_do_not_wait_for_each_other() -> None:
+def test_two_sides_that_both_send_first_do_not_deadlock() -> None:
     pair = Pair(Wires())
     payload = torch.arange(100, dtype=torch.uint8)
     out = [side.send(Lane.BULK, payload) for side in pair.sides]

@@ -27,7 +27,7 @@ COST = CostModel(attention_s=1e-6, token_s=1e-5, chunk_s=0.01, shared_s=0.0099, 
 
 
 class Played:
-    """A dispatcher's core with played clients and workers; records its commands about online requests."""
+    """A dispatcher's core with simulated clients and workers; records its commands about online requests."""
 
     def __init__(self, *, offline: bool) -> None:
         self.offline = offline

@@ -95,7 +95,8 @@ class TransitionMachine(RuleBasedStateMachine):
                 self.phases[key] = Phase.COMMITTING
             case p.WorkerCall.ABORT if command.journal.stage is Stage.EXCHANGING:
                 assert command.journal.kind is TransitionKind.RESTORE, "only a restore can be aborted while exchanging"
-                # A new planner may not know yet that a member has failed. The member has left the transition then.
+                # A new planner may not know yet that a member has failed. Such a member has already left the
+                # transition.
                 assert phase in (Phase.EXCHANGING, Phase.DONE, Phase.FAILED)
             case p.WorkerCall.ABORT:
                 assert phase in (None, *_TAKEN_BACK), f"{worker_id} was asked to abort epoch {epoch} while {phase}"
@@ -206,9 +207,9 @@ class TransitionMachine(RuleBasedStateMachine):
         self.tell(p.OverloadRaised(self.now_s, "c", EXTENT) if over else p.ReliefRaised(self.now_s, "c"))
 
     def read_loads(self, fails: bool) -> None:
-        self.reads.pop(0)
+        cause_id = self.reads.pop(0).cause_id
         loads = {} if fails else {w: LOAD for w in self.lives if w not in self.dead}
-        self.tell(p.LoadsRead(self.now_s, "c", p.ClusterLoad(loads), "no monitor" if not loads else ""))
+        self.tell(p.LoadsRead(self.now_s, cause_id, p.ClusterLoad(loads), "no monitor" if not loads else ""))
 
     @precondition(lambda self: self.core.conductor.coordinator is not None)
     @rule(worker_id=WORKERS, what=st.sampled_from(["goes on"] * 6 + ["says", "fails", "fails"]))
@@ -298,7 +299,7 @@ _TAKEN_BACK = (Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 
 
 def test_transitions_keep_their_promises_in_any_history() -> None:
-    """Also checks that transitions end in each way, since a run without some outcome would prove nothing about it."""
+    """Also checks that every outcome of a transition occurs, since otherwise the run would prove nothing about it."""
     ENDINGS.clear()
     run_state_machine_as_test(
         TransitionMachine, settings=settings(max_examples=250, stateful_step_count=60, deadline=None)

@@ -51,7 +51,7 @@ def test_histories_share_much() -> None:
 
 @settings(max_examples=15, deadline=None, phases=_PHASES)
 @given(seed=st.integers(0, 96), turns=st.integers(4, 10))
-def test_an_overload_is_met_as_with_an_empty_cache(seed: int, turns: int) -> None:
+def test_an_overload_is_handled_as_with_an_empty_cache(seed: int, turns: int) -> None:
     """For admission, preemption and load reports, retained blocks count as free."""
 
     def play(*, warm: bool) -> list[object]:
@@ -84,7 +84,7 @@ def test_an_overload_is_met_as_with_an_empty_cache(seed: int, turns: int) -> Non
 
 @pytest.mark.parametrize("policy", ["drop", "migrate", "recompute"])
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_a_cluster_meets_an_overload_as_with_an_empty_cache(
+def test_a_cluster_handles_an_overload_as_with_an_empty_cache(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retained blocks change no decision of workers, dispatchers, monitor and planner as long as no request hits them.
@@ -110,7 +110,7 @@ def test_a_cluster_meets_an_overload_as_with_an_empty_cache(
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_nothing_is_raised_while_evicting_suffices(seed: int) -> None:
+def test_no_overload_is_signalled_while_eviction_suffices(seed: int) -> None:
     rng = random.Random(seed)
     at_s, arrivals = 0.0, list[Arrival]()
     for place in range(80):
@@ -126,7 +126,7 @@ def test_nothing_is_raised_while_evicting_suffices(seed: int) -> None:
 
 
 @pytest.mark.parametrize("caches", [True, False])
-def test_a_herd_with_one_prompt_is_no_overload(caches: bool) -> None:
+def test_many_requests_with_one_prompt_are_no_overload(caches: bool) -> None:
     """An instance has 232 blocks. Each request needs 31 blocks, 24 of which are shared by all requests."""
     arrivals = [Arrival(10.0 + place / 1000, 1950, 40, hash_ids=(0, 1, 2, 1000 + place)) for place in range(70)]
     kinds = [transition.journal.kind for transition in _world_of(arrivals, "drop", caches=caches).run().transitions]

@@ -136,7 +136,7 @@ def test_the_model_answers_as_the_server_does() -> None:
     assert min(answers[outcome] for outcome in ("WRITTEN", "CONFLICT", "FENCED")) > 10, answers
 
 
-def test_tokens_and_lives_grow_over_a_server_that_came_back_empty() -> None:
+def test_tokens_and_incarnations_grow_after_the_server_lost_its_data() -> None:
     contents = Contents()
     first = contents.acquire("planner", "p1", 3.0, 100.0)
     assert contents.acquire("planner", "p2", 3.0, 101.0) is None

@@ -1,4 +1,4 @@
-"""Checks from outside how many KV blocks the leaders of simulated groups count on."""
+"""Checks that leaders of simulated groups assume the number of KV blocks that their stages really have."""
 
 # pyright: reportPrivateUsage=false
 
@@ -13,11 +13,13 @@ _WITHIN_S = 1.5
 
 
 class Agreement:
-    """A leader must not count on more blocks than any stage has, and must soon count on all if nothing changes."""
+    """A leader must never assume more blocks than its smallest stage has, and must soon assume exactly that many if
+    nothing changes.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._since_s: dict[tuple[WorkerId, Epoch], float] = {}  # since when a leader has counted on too few
+        self._since_s: dict[tuple[WorkerId, Epoch], float] = {}  # since when a leader has assumed too few
 
     def look(self) -> None:
         now_s, found = self._world.clock.now_s, dict[tuple[WorkerId, Epoch], float]()

@@ -33,7 +33,8 @@ class RunningCluster:
 
 @contextlib.contextmanager
 def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
-    """`arguments` as for LocalCluster. Leaving the block fails if a service has crashed in the meantime.
+    """Runs a cluster until the block ends. `arguments`: as for LocalCluster. Fails at the end if a service has crashed
+    in the meantime.
 
     Unless `arguments` say otherwise, workers get little memory, since they touch all of it at startup.
     """

@@ -19,7 +19,7 @@ _SERVED_S = 25.0  # if most workers have been healthy for this long, one must se
 
 @dataclass(slots=True)
 class _Seen:
-    """Connections and service that one dispatcher lacks, each with the time since when."""
+    """Connections and service that one dispatcher is missing, each with the time at which it went missing."""
 
     unserved_since_s: float | None = None
     apart_since_s: dict[WorkerKey, float] = field(default_factory=dict[WorkerKey, float])
@@ -28,8 +28,8 @@ class _Seen:
 class Availability:
     """Checks every stored layout, and whether dispatchers can serve with it.
 
-    A worker is healthy while it runs and can exchange messages with all dispatchers and with the planner. If most
-    workers cannot reach the planner, the planner counts as cut off, and only the dispatchers matter.
+    A worker is healthy while it runs, does not drain, and can exchange messages with all dispatchers and with the
+    planner. If most workers cannot reach the planner, the planner counts as cut off, and only the dispatchers matter.
     """
 
     def __init__(self, world: World) -> None:
@@ -64,7 +64,7 @@ class Availability:
         return not (lines.is_cut(one, other) or lines.is_cut(other, one))
 
     def _is_well(self, instance: SimInstance) -> bool:
-        if instance.crashed or instance.paused:
+        if instance.crashed or instance.paused or instance.load().draining:
             return False
         return all(self._hears(instance.worker_id, node.name) for node in self._world.dispatchers)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Standing
+from ballast.common.sampling import PriorityClass
 from ballast.common.transition import TransitionKind
 from ballast.service.logs import silence
 from services.planner.core import messages as p
@@ -39,12 +40,16 @@ _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
 _OFFLINE = 0.3  # share of the clusters with offline work
 _SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters recompute their victims, since swapping takes longer to simulate
+_UNLIKE = 0.3  # share of the clusters whose members differ in memory, and perhaps in speed
+_MORE_EXTENTS = (0, 0, 1, 2, 10, 40, 120, -4, -20)  # of an unlike member's memory
+_MANY = 0.08  # share of the clusters with more workers
+_CLASSES = 0.3  # share of the clusters with requests of several classes and callers
 _CACHING = 0.7  # share of the clusters
 _LOSES = 0.2  # share of the clusters that lose a follower while another instance serves alone
 _LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with longer requests, which hardly fit one instance
 _STORY_S = 9.0  # duration of the arrivals, which come in two bursts
 _HEALED_WITHIN_S = 60.0
-_STANDS_WITHIN_S = 30.0  # after the last fault, until an instance is parked or serves again
+_STANDS_WITHIN_S = 30.0  # from the last fault until an instance is parked or serves again
 _PATIENCE_S = 300.0  # for all requests to end, even on one slow worker that swaps
 _LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # the longest fault plus slack
 _LEAVES_S = 100.0  # a member without memory for a second group restores only after the old group's requests have ended
@@ -91,8 +96,11 @@ class Epochs:
 
 
 def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool) -> WorldOptions:
-    """Options for workers with six layers and memory for about 500 tokens of KV."""
-    made = options("drop", cluster=f"{worker_count}xA100-40G", check_every=rng.choice((5, 30, 100)), seed=seed)
+    """Options for workers with six layers and memory for about 500 tokens of KV, or unlike members."""
+    of_members = random.Random(-seed - 4)
+    is_unlike = of_members.random() < _UNLIKE
+    cluster = _two_kinds(of_members, worker_count) if is_unlike else f"{worker_count}xA100-40G"
+    made = options("drop", cluster=cluster, check_every=rng.choice((5, 30, 100)), seed=seed)
     elements = _EXTENT_BYTES // _BLOCKS_IN_EXTENT // (2 * made.rules.worker.block_tokens)
     model = made.model.model_copy(update={"layer_count": _LAYERS, "kv_elements_per_token_layer": elements})
     geometry = Geometry(
@@ -103,6 +111,9 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         other_parameters=6,
         block_bytes=elements * 2 * made.rules.worker.block_tokens,
     )
+    geometries = [geometry]
+    if is_unlike:
+        geometries = [_unlike(geometry, of_members) for _ in range(worker_count)]
     rules, limits = made.rules, made.rules.dispatcher.limits
     worker, of_swap = rules.worker, random.Random(-seed)
     if swap_blocks := of_swap.choice(_SWAP_BLOCKS):
@@ -132,7 +143,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         made,
         timings=made.timings.model_copy(update={"link_fraction": link_fraction}),
         model=model,
-        geometry=geometry,
+        geometries=geometries,
         rules=rules,
         marks=True,
         offline=offline,
@@ -140,6 +151,27 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
         monitor_count=2 if several else 1,
         planner_count=2 if several else 1,
         stop_after_s=_PATIENCE_S,
+    )
+
+
+def _two_kinds(rng: random.Random, worker_count: int) -> str:
+    """A cluster with GPUs of one or two kinds."""
+    faster = rng.randrange(worker_count)
+    slower = f"{worker_count - faster}xA100-40G"
+    return f"{slower}+{faster}xH100-80G" if faster else slower
+
+
+def _unlike(geometry: Geometry, rng: random.Random) -> Geometry:
+    """The geometry of a device with other memory, and perhaps with extents of half the size."""
+    made = replace(geometry, budget=geometry.budget + rng.choice(_MORE_EXTENTS))
+    if rng.random() < 0.8:
+        return made
+    return replace(
+        made,
+        extent_bytes=made.extent_bytes // 2,
+        budget=2 * made.budget + rng.randrange(2),
+        layer_parameters=2 * made.layer_parameters,
+        other_parameters=2 * made.other_parameters,
     )
 
 
@@ -185,6 +217,8 @@ def story(seed: int) -> Story:
 def _story(seed: int) -> Story:
     rng = random.Random(seed)
     worker_count = rng.choice(_WORKER_COUNTS)
+    if (of_more := random.Random(-seed - 5)).random() < _MANY:
+        worker_count = of_more.choice((5, 6, 8))
     troubles = draw(rng, worker_count, _STORY_S)
     several = any(trouble.kind in _OF_CONTROL for trouble in troubles) or rng.random() < 0.1
     made = _options(seed, rng, worker_count, several=several)
@@ -192,12 +226,17 @@ def _story(seed: int) -> Story:
     arrivals = _arrivals(rng, worker_count, swaps=worker.swap_space_bytes > 0 and worker.swaps_online)
     if (of_long := random.Random(-seed - 2)).random() < _LONG:
         arrivals = _with_long_ones(arrivals, of_long)
+    if (of_callers := random.Random(-seed - 6)).random() < _CLASSES:
+        made = replace(made, classes=of_callers.sample(tuple(PriorityClass), of_callers.choice((2, 3))))
+        callers = ("", "a", "a", "b")[: of_callers.randint(1, 4)]
+        arrivals = [one._replace(caller=of_callers.choice(callers)) for one in arrivals]
     world, slowness = World(made, arrivals), rng.choice((4.0, 7.0, 10.0))
     world.wires.max_transfers, world.lines.forgets = rng.choice((2, 1024)), rng.random() < 0.5
     for instance in world.instances.values():
         instance.slowness = slowness
     setting = (
-        f"{worker_count} workers, {made.dispatcher_count} dispatchers, {made.planner_count} planners,"
+        f"{worker_count} workers of {[geometry.budget for geometry in made.geometries]} extents,"
+        f" {made.dispatcher_count} dispatchers, {made.planner_count} planners,"
         f" {made.monitor_count} monitors, slowness {slowness:g}, {len(world.clients.records)} requests"
     )
     epochs = Epochs()
@@ -280,9 +319,7 @@ def _heal(world: World) -> None:
 
 
 def _check_stages(world: World) -> None:
-    """Every transition must leave each stage before that stage's deadline, because obstacles end and members report
-    it.
-    """
+    """Checks that every transition left each stage before its deadline: obstacles end, and members report that."""
     for record in (record for node in world.planners.values() for record in node.records):
         for stage, longest_s in _LONGEST_S.items():
             if stage is Stage.EXCHANGING and record.journal.kind is TransitionKind.RESTORE:
@@ -345,6 +382,8 @@ def _why_ill(world: World) -> str:
         return f"{sorted(living)} live, the layout is {[[m.worker_id for m in g.members] for g in groups]}"
     if waking := [m.worker_id for g in groups for m in g.members if m.standing is not Standing.SERVING]:
         return f"{waking} do not serve"
+    if draining := sorted(name for name in living if world.instances[name].load().draining):
+        return f"{draining} still drain"
     if not world.planner.core.active or world.planner.core.conductor.busy:
         return "the planner is busy"
     for name in sorted(living):

@@ -14,6 +14,8 @@ from services.dispatcher.core import events as d
 from services.planner.core import messages as p
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal, changed_members
+from services.worker.core import events as w
+from services.worker.policy.ending import may_end
 from sim.faults import Fault, FaultKind
 from sim.instance import SimInstance
 from sim.planning import PlannerNode
@@ -36,6 +38,7 @@ _LOOKS_S = 0.2  # interval of looking for a pipeline that can lose a follower
 class Kind(StrEnum):
     CRASH = "crash"  # a worker's process ends permanently
     RESTART = "restart"  # and restarts with a new incarnation
+    DRAIN = "drain"  # a worker is drained, ends when it is idle, and restarts
     PAUSE = "pause"
     SLOW = "slow"
     VANISH = "vanish"  # a worker's host fails without notice
@@ -64,9 +67,9 @@ class Kind(StrEnum):
 
 # Stages as journaled, before any member has been notified.
 _STAGES = {"planned": Stage.PREPARING, "decided": Stage.COMMITTING, "over": Stage.DONE}
-# Drawn often, since transitions must survive these; the others are drawn now and then.
+# Drawn often, since transitions must survive these faults; the others are drawn less often.
 _OFTEN = (
-    *(Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
+    *(Kind.CRASH, Kind.RESTART, Kind.DRAIN, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
     *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER, Kind.NETWORK, Kind.NETWORK, Kind.NO_DISCOVERY),
 )
 _AT_STAGES = (Kind.ISOLATED, Kind.FAILOVER)  # these matter while a message is in flight
@@ -174,6 +177,29 @@ class Swarm:
         event = p.StandingRequested(now_s, "operator", f"park {now_s}", worker_id, away=parker.random() < 0.5)
         world.planner.feed(event)
 
+    def _drain(self, worker_id: WorkerId, for_s: float) -> None:
+        """An operator drains a worker, usually by asking the planner first, and restarts it when it is idle."""
+        world, now_s, rng = self.world, self.world.clock.now_s, self.rng
+        if self._planners and rng.random() < 0.7:
+            ask = p.WorkerDrainRequested(now_s, "operator", f"drain {now_s}", worker_id)
+            world.planner.process.run(lambda: world.planner.feed(ask))
+        instance, begin_s = world.instances[worker_id], now_s + rng.choice(_DELAYS_S)
+        world.clock.at(begin_s, b"drain", lambda: self._end_when_idle(instance, for_s, begin_s))
+
+    def _end_when_idle(self, instance: SimInstance, for_s: float, busy_at_s: float) -> None:
+        """Stop a worker as SIGTERM does: it refuses requests, and ends when no request or pipeline needs it."""
+        world, now_s, count = self.world, self.world.clock.now_s, instance.member.pipeline_request_count
+        if not instance.load().draining:
+            instance.post(w.DrainRequested(now_s))
+        elif instance.core.is_drained and not count:
+            if not instance.paused and may_end(count, now_s - busy_at_s):
+                number = int(instance.worker_id[1:])
+                world.strike(Fault(at_s=0.0, kind=FaultKind.CRASH, worker=number, duration_s=for_s))
+        else:
+            busy_at_s = now_s
+        if not instance.crashed:
+            world.clock.after(_LOOKS_S, b"drain", lambda: self._end_when_idle(instance, for_s, busy_at_s))
+
     def _lose_follower(self, loser: random.Random) -> None:
         """An operator merges all workers but one; then, once, one of the pipeline's followers ends."""
         world, now_s, stored = self.world, self.world.clock.now_s, self.world.state.stored
@@ -266,6 +292,10 @@ class Swarm:
                 if me in world.crashed:
                     return False
                 world.strike(Fault(at_s=0.0, kind=FaultKind.CRASH, worker=trouble.victim, duration_s=for_s))
+            case Kind.DRAIN:
+                if me in world.crashed or world.instances[me].load().draining:
+                    return False
+                self._drain(me, for_s)
             case Kind.PAUSE:
                 world.strike(Fault(at_s=0.0, kind=FaultKind.PAUSE, worker=trouble.victim, duration_s=for_s))
             case Kind.SLOW:
@@ -386,7 +416,7 @@ class Swarm:
                 acts.cut(one, other, for_s)
 
     def _everybody(self, me: str) -> list[str]:
-        """All processes that a worker talks to."""
+        """All processes that a worker communicates with."""
         world = self.world
         dispatchers = [node.name for node in world.dispatchers]
         return [name for name in (*world.instances, *world.monitors, *world.planners, *dispatchers) if name != me]

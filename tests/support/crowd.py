@@ -56,7 +56,9 @@ _GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Case:
-    """`count`: connections, streams or messages; for EMPTY, turns of the conversation. `seconds`: duration."""
+    """An attack to run. `count`: connections, streams or messages; for EMPTY, turns of the conversation. `seconds`:
+    duration.
+    """
 
     kind: str
     count: int

@@ -53,7 +53,7 @@ def key(name: str, incarnation: int = 1) -> WorkerKey:
 
 
 def load(**changes: int | bool) -> LoadReport:
-    """The report of an idle worker with 64 blocks of 16 tokens and at most 8 running requests; waiting is unbounded."""
+    """The report of an idle worker: 64 blocks of 16 tokens, at most 8 running requests and an unbounded queue."""
     idle = LoadReport(
         block_tokens=BLOCK_TOKENS,
         block_count=64,
@@ -74,7 +74,7 @@ def load(**changes: int | bool) -> LoadReport:
 
 
 def view_of(load: LoadReport) -> WorkerView:
-    """Routing's view of a worker with this report to which nothing has been submitted since."""
+    """Routing's view of a worker that sent this report and has received no request since."""
     worker = Worker(key=key("w"), address="", group_id="", connected=True, load=load, max_waiting_count=8)
     return worker.view()
 
@@ -120,8 +120,8 @@ def request(
     begins: int = 1,
     caller: str = "",
 ) -> Request:
-    """`begins`: the id of every prompt token. `answer`: tokens already generated at another dispatcher, one character
-    each.
+    """A request. `begins`: the id of every prompt token. `answer`: tokens already generated at another dispatcher, one
+    character each.
     """
     return Request(
         request_id=RequestId(name),
@@ -237,7 +237,9 @@ class Story:
         marks: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
-        """`tokens`: new tokens by request name. Unless `seen_handle` is given, the report covers every placement."""
+        """Sends a worker's report of a step. `tokens`: new tokens by request name. Unless `seen_handle` is given, the
+        report covers every placement.
+        """
         by_handle = {self.handle_of(name): ids for name, ids in (tokens or {}).items()}
         return self.raw_step(
             worker,

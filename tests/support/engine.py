@@ -39,7 +39,7 @@ class Job:
 
 
 class BlockPool:
-    """Allocates blocks in random order, so that a paging error shows."""
+    """Allocates blocks in random order, so that paging errors change the results."""
 
     def __init__(self, block_count: int, block_tokens: int, seed: int = 0, first_block: int = 0) -> None:
         self._block_tokens = block_tokens

@@ -38,7 +38,9 @@ class Answer:
 
 
 class EngineLoop:
-    """A small `block_count` makes KV scarce. The engine outlives this loop; `finish` leaves it clean."""
+    """Runs a worker's core on an engine. A small `block_count` makes KV scarce. The engine outlives this loop; `finish`
+    removes everything from it.
+    """
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class Expected:
 
 
 def _harvest(seed: int) -> Harvest | None:
-    """Two of three clusters have offline work, which may be preempted within a step."""
+    """Limits of offline work, which may be preempted within a step; None for one of three seeds, without such work."""
     cost = CostModel(1e-7, 1e-5, 1e-4, 5e-5)
     return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
 
@@ -89,7 +89,7 @@ class Tally:
     victims: int = 0
     recomputed: int = 0
     by_tokens: int = 0  # of these, from pipelines that dissolved
-    later_waves: int = 0  # additional waves of victims, because one had no room for all of them
+    later_waves: int = 0  # additional waves of victims, because one wave had no room for all of them
     exchanged_bytes: int = 0
     moved: int = 0
     migrated: int = 0  # by live migrations
@@ -338,7 +338,7 @@ class History:
         return True
 
     def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[TransitionKind, Layout]:
-        """Dissolves some pipelines or merges some groups, several at once."""
+        """Dissolves some pipelines or merges some groups, possibly several at once."""
         spans: Spans = [
             [(m.worker_id, m.first_layer, m.last_layer) for m in g.members] for g in cluster.in_force.groups
         ]
@@ -437,8 +437,8 @@ def compare(expected: Expected, answer: Answer, place: Place = HERE) -> bool:
 def _compare_logprobs(
     expected: Sequence[TokenLogprobs], found: Sequence[TokenLogprobs], name: str, tolerance: float
 ) -> None:
-    """Compares with a tolerance, since members exchange single precision. It still reveals wrong KV of one token with a
-    small weight.
+    """Compares log probabilities with a tolerance, since members exchange them in single precision. Wrong KV of one
+    token with a small weight still exceeds the tolerance.
     """
     assert len(found) == len(expected), name
     for at, (one, other) in enumerate(zip(expected, found, strict=True)):

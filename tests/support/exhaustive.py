@@ -49,7 +49,7 @@ def search(first: Any, limit: int) -> Found:
     """Visits at most `limit` states.
 
     Raises:
-        Broken: with the actions that lead there.
+        Broken: a promise is broken in a reachable state; the message lists the actions that lead to it.
     """
     seen: dict[int, tuple[int, str] | None] = {(key := hash(frozen(first.key()))): None}
     waiting = deque([(first, key, 0)])

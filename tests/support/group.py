@@ -51,7 +51,7 @@ from tools.local.ports import free_ports
 
 
 def layout(epoch: int, groups: Sequence[Sequence[tuple[str, int, int]]], layer_count: int) -> Layout:
-    """Each group as (worker, first layer, last layer) in stage order."""
+    """A layout. Each group is a list of (worker, first layer, last layer) in stage order."""
     made = tuple(
         Group(GroupId(g[0][0]), tuple(Member(WorkerId(w), Incarnation(1), "", first, last) for w, first, last in g))
         for g in groups
@@ -175,7 +175,7 @@ _FIRST_HOST = "127.0.0.2"
 
 
 def _load(name: str, model_dir: Path, sizes: Sizes, stop: threading.Event) -> Engine:
-    """`stop`: set to end the threads that play the other hosts."""
+    """Loads a worker's engine. `stop`: set to end the threads that stand in for other hosts."""
     place, memory_bytes = sizes.place, sizes.memory_bytes * sizes.place.memory_factor
     if place.ranks == 1:
         return load_engine(
@@ -498,7 +498,7 @@ class Cluster:
         await until(lambda: all(undone(name) for name in members))
 
     async def goes_on(self, answers: Sequence[Answer]) -> None:
-        """Waits until each answer has a new token or all its tokens, since a fast machine may have finished it."""
+        """Waits until each answer has a new token, or all its tokens, since a fast machine may have completed it."""
         counts = [len(answer.token_ids) for answer in answers]
 
         def more(answer: Answer, count: int) -> bool:
@@ -581,7 +581,7 @@ _PLAIN = Sizes()
 async def running_group(
     model_dir: Path, names: Sequence[str], sizes: Sizes = _PLAIN, within_s: float = 240.0, **own: Sizes
 ) -> AsyncGenerator[Cluster]:
-    """`own`: sizes for individual workers."""
+    """Runs workers with these names until the block ends. `own`: sizes for individual workers."""
     workers = {name: GroupWorker(name, model_dir, i + 1, own.get(name, sizes)) for i, name in enumerate(names)}
     layer_count = next(iter(workers.values())).engine.info.layer_count
     cluster = Cluster(workers, layer_count)

@@ -42,8 +42,8 @@ Patch = Callable[[], None]
 
 
 def instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
-    """A patch that replaces an attribute by `made(attribute)`. Raises AttributeError at once if there is none, so that
-    no mutant outlives what it patches.
+    """A patch that replaces an attribute by `made(attribute)`. Raises AttributeError at once if there is no such
+    attribute, so that a mutant whose target was removed is noticed.
     """
     replaced = getattr(owner, name)
     return lambda: setattr(owner, name, made(replaced))
@@ -58,7 +58,7 @@ def nothing(_: Any) -> Any:
 
 
 def _ignores_exclusion(reception: Any) -> Any:
-    """B1: a plan without a member's group does not tell the member that its group has ended."""
+    """B1: a plan without a member's group does not notify the member that its group has ended."""
 
     def answer(*args: Any, **named: Any) -> Reception:
         found = reception(*args, **named)

@@ -11,7 +11,7 @@ _ANSWER, _NO_ERROR = 0x8180, 0xC00C  # flags of an answer; pointer to the querie
 
 
 class NameServer:
-    """`addresses` may change at any time."""
+    """The DNS server. `addresses` may be changed at any time."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self.addresses = list(addresses)

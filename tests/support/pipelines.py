@@ -109,7 +109,7 @@ class Cluster:
                 assert not before.samples, "the token is not known yet"
                 assert part.first_position == before.first_position + len(before.token_ids)
                 self.overlapped += 1
-        assert len(group.batches) <= len(group.members)  # with this one, one more than stages
+        assert len(group.batches) <= len(group.members)  # plus this batch
         assert sum(len(s.token_ids) for s in batch.slices) <= self.limits.max_batch_tokens
         group.batches[batch.step_id] = batch
         self._drop_texts(leader, batch)

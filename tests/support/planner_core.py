@@ -78,11 +78,11 @@ class Planner:
                 if outcome is p.WriteOutcome.WRITTEN:
                     self.write(command)
                 self.events.append(p.WriteSettled(self.now_s, "c", command, outcome))
-            case p.ReadLoads():
+            case p.ReadLoads(cause_id):
                 loads = {WorkerId(w): self.load for w in self.lives if self.load is not None}
                 failure = "" if loads else "no monitor"
                 load = p.ClusterLoad(loads, self.traffic, self.pace, fresh_traffic=self.fresh_traffic)
-                self.events.append(p.LoadsRead(self.now_s, "c", load, failure))
+                self.events.append(p.LoadsRead(self.now_s, cause_id, load, failure))
             case _:
                 pass
 

@@ -173,8 +173,8 @@ class Handover:
             case p.LoadLayout():
                 failed, loaded = p.LoadFailed(self.now_s, "c"), p.LayoutLoaded(self.now_s, "c", self.stored)
                 self.tell(seat, failed if lost else loaded)
-            case p.ReadLoads():
-                self.tell(seat, p.LoadsRead(self.now_s, "c", p.ClusterLoad({A: LOAD, B: LOAD}), ""))
+            case p.ReadLoads(cause_id):
+                self.tell(seat, p.LoadsRead(self.now_s, cause_id, p.ClusterLoad({A: LOAD, B: LOAD}), ""))
             case p.WriteLayout():
                 outcome = p.WriteOutcome.UNAVAILABLE if (done := self._write_layout(operation)) and lost else done
                 self.tell(seat, p.WriteSettled(self.now_s, "c", operation, outcome))

@@ -50,7 +50,7 @@ DEFECTS: Mapping[str, Defect] = {
         "device_of",
         'self._device if topic in (Topic.BATCH, Topic.ACTIVATIONS) else "cpu"',
         "self._device",
-        f"{_LINKS}/test_devices.py::test_only_hidden_states_are_wanted_on_the_device",
+        f"{_LINKS}/test_devices.py::test_only_hidden_states_are_received_on_the_device",
         "<Topic.RESULT: 2> != <Topic.ACTIVATIONS: 24>",
     ),
     "completed is delivered": Defect(
@@ -66,7 +66,7 @@ DEFECTS: Mapping[str, Defect] = {
         "__init__",
         "os.environ.update(UNWATCHED)",
         "pass",
-        f"{_LINKS}/test_nccl.py::test_torch_does_not_watch_over_groups_when_the_first_is_made",
+        f"{_LINKS}/test_nccl.py::test_torchs_watchdog_is_off_when_the_first_group_is_created",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     ),
     "hidden states stay where they came": Defect(  # must be last, since the fake device stays

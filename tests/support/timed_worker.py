@@ -84,7 +84,7 @@ class TimedStream:
 
 
 class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Use as an async context manager, which sets `address`."""
+    """The timed worker; an async context manager that serves on `address`."""
 
     def __init__(self, settings: TimedSettings, port: int = 0) -> None:
         self.settings = settings

@@ -1,7 +1,7 @@
-"""Memory that the host may not touch, like a GPU's: an access fails with EFAULT or crashes.
+"""Memory that the host must not access, like a GPU's: an access fails with EFAULT or crashes.
 
 Its pages are mapped twice: tensors "on the device" use the mapping without access rights, and copies, which the driver
-makes on a GPU, use the other one.
+makes on a GPU, use the other mapping.
 """
 
 import ctypes

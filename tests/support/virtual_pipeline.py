@@ -38,7 +38,9 @@ class Outcome:
 
 
 class Pipeline:
-    """`true` is the cost of a batch on all stages together; the policy uses its own cost model."""
+    """A leader's core with stages in virtual time. `true`: cost of a batch on all stages together; the policy uses its
+    own cost model.
+    """
 
     def __init__(
         self, policy: Microbatching, true: CostModel, requests: Sequence[tuple[int, int]], stages: int, blocks: int

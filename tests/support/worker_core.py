@@ -47,8 +47,8 @@ class Undisturbed:
 
 
 def undisturbed(prompt: tuple[int, ...], sampling: SamplingParams, max_model_len: int) -> Undisturbed:
-    """Computed directly from the rules, token by token over the whole text: slow, and independent of the code under
-    test.
+    """The answer of an undisturbed request, computed directly from the rules, token by token over the whole text: slow,
+    and independent of the code under test.
     """
     output: list[int] = []
     text = ""

@@ -53,13 +53,14 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate
     replay.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     replay.add_argument("--seed", type=int, default=0, help="seed of the prompts, which are random tokens")
     replay.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="deadline of each request")
-    replay.add_argument(
+    where = replay.add_mutually_exclusive_group()
+    where.add_argument(
         "--address", metavar="HOST:PORT", help="addresses of dispatchers (default: BALLAST_ADDRESS, or this machine)"
     )
     replay.add_argument(
         "--planner", metavar="HOST:PORT", help="address of a planner to call directly, not through dispatchers"
     )
-    replay.add_argument("--model", type=Path, metavar="DIR", help="start a cluster with this model")
+    where.add_argument("--model", type=Path, metavar="DIR", help="start a cluster with this model")
     replay.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers of that cluster")
     replay.add_argument("--device-memory-bytes", type=size, metavar="SIZE", help="memory budget of each of its workers")
     replay.add_argument(
@@ -93,7 +94,7 @@ async def _replay(args: argparse.Namespace) -> int:
         options=ReplayOptions(seed=args.seed, deadline_s=args.deadline_s, record_tokens=args.record_tokens),
     )
     console = open_console(stderr=args.json == STANDARD_OUTPUT)
-    if args.address is not None or args.model is None:
+    if args.model is None:
         address: str = args.address or default_address()
         result = await replay_on(address, job, console, planner=args.planner)
         await _write_timeline(address, args.trace_out, console)

@@ -29,8 +29,8 @@ def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
 
 
 def _plain(result: BenchResult) -> str:
-    """Name of the baseline: recompute if it was run, since it differs only in not dropping; otherwise another policy;
-    drop if it is the only one.
+    """Name of the baseline: recompute if it was run, because it differs only in not dropping; otherwise another policy,
+    or drop if no other was run.
     """
     names = [_PLAIN, *(name for name in result.policies if name != "drop"), *result.policies]
     return next(name for name in names if name in result.policies)

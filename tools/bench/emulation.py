@@ -75,7 +75,7 @@ class Lateness:
     """How late the steps of all workers were."""
 
     late_share: float  # sum of delays, as a fraction of the ideal step time
-    lost_share: float  # sum of delays that were never caught up, as such a fraction
+    lost_share: float  # sum of delays that were never caught up, as a fraction of the ideal step time
 
 
 def lateness(log_dir: Path) -> Lateness:
@@ -97,7 +97,7 @@ def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
     """The result with the delays of the emulated workers' steps added.
 
     Raises:
-        Unavailable: as for `lateness`.
+        Unavailable: see `lateness`.
     """
     late = lateness(log_dir)
     return with_settings(result, {"late_share": round(late.late_share, 5), "lost_share": round(late.lost_share, 5)})

@@ -7,10 +7,10 @@
 `burst_factor` times that for `burst_s` seconds from `burst_start_s` on. Intervals of mean one are drawn in operational
 time and mapped through the inverse of the rate's integral, so that their cv is the same within the burst.
 
-**Lengths.** Input and output lengths are drawn independently from an inverse distribution function that passes
-through the quantiles P50, P80, P95 and P99 that the first arXiv version of KunServe states for BurstGPT (its table
-2), with straight lines in the logarithm between them. The maximum is a little above P99, the minimum is chosen so that
-the mean is the stated one: 603 input, 289 output tokens.
+**Lengths.** Input and output lengths are drawn independently from an inverse distribution function that passes through
+the quantiles P50, P80, P95 and P99 that the first arXiv version of KunServe states for BurstGPT (its table 2), with
+linear interpolation of the logarithm between them. The maximum is a little above P99, the minimum is chosen so that the
+mean is the stated one: 603 input, 289 output tokens.
 
 The kind `answers` has short prompts and longer answers: requests hold memory for long and need little compute, so a
 burst of them exhausts memory first.

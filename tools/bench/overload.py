@@ -61,7 +61,7 @@ from tools.bench.workloads import Workload
 from tools.local.cluster import LocalCluster
 from tools.model.info import read_info
 
-_FEW_PER_WORKER = 2  # requests per worker in the first probe, which has few requests
+_FEW_PER_WORKER = 2  # requests per worker in the first of the two probes
 _WARMUP_ROUNDS = 3
 _WARMUP_ANSWER_TOKENS = 16  # a longer answer would not warm up any more code
 _LAYOUT_WITHIN_S = 60.0
@@ -177,7 +177,7 @@ class OverloadComparison:
             raise ConfigError(workload.word, f"has changed since it was planned in {self._out}; choose another --out")
 
     def _time_scale(self, workload: Workload) -> float:
-        """Factor on arrival times with which the workload lasts `--span-s`. The rate is then scaled to the demand."""
+        """Factor on arrival times that makes the workload last `--span-s`. The rate is then scaled to the demand."""
         span_s = self._arguments.span_s
         return 1.0 if span_s is None or not workload.base.span_s else span_s / workload.base.span_s
 
@@ -339,9 +339,8 @@ def is_formed(sizes: Sequence[int], degree: int) -> bool:
 
 
 async def wait_at_rest(address: str, degree: int) -> int:
-    """Wait until the cluster has been idle, with a policy's initial groups (`is_formed`), for half a second.
-
-    Returns the KV capacity in tokens. By then, an overload caused by the last request is over.
+    """Wait until the cluster has been idle for half a second with the policy's initial groups (`is_formed`), so that an
+    overload caused by the last request is over. Return the KV capacity in tokens.
     """
     give_up_at_s = time.monotonic() + _LAYOUT_WITHIN_S
     at_rest_since_s: float | None = None

@@ -33,7 +33,7 @@ _EMULATED = (
 )
 # Defaults of flags for workers that compute. Emulated ones keep the trace's arrivals and lengths.
 _OWN = {"demand": 0.55, "mean_tokens": 240.0, "sequences_each": 8, "probe_s": PROBE_S, "max_num_seqs": 64}
-_ONLY_OWN = ("sequences_each", "probe_s")  # flags that emulated workers refuse: they have a GPU's memory and speed
+_ONLY_OWN = ("sequences_each", "probe_s")  # flags that emulated workers refuse, having a GPU's memory and speed
 
 # (folder for the checkpoint files, GPU, model name) -> emulated machine
 Emulate = Callable[[Path, str, Path], Emulation]
@@ -241,9 +241,10 @@ def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
         _ComparisonPart(
             workers,
             args.out if len(numbers) == 1 else args.out / f"workers-{workers}",
-            [spec for spec in specs if spec.pipeline_degree <= workers],
+            chosen,
         )
         for workers in numbers
+        if (chosen := [spec for spec in specs if spec.pipeline_degree <= workers])
     ]
 
 

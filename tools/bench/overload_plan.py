@@ -104,12 +104,14 @@ class Timetable:
 
 
 def run_s(span_s: float) -> float:
-    """Estimated duration of a run: start, warm-up and end of a cluster, the arrivals, and the requests left by then."""
+    """Estimated duration of a run: start, warm-up and end of a cluster, the arrivals, and the requests still running
+    after the last arrival.
+    """
     return RUN_OVERHEAD_S + (1 + _TAIL_SHARE) * span_s
 
 
 def span_within(tables: Sequence[Timetable], minutes_given: float) -> float:
-    """The span in seconds of workloads with which the whole comparison takes `minutes_given`. `tables`: timetables with
+    """The workloads' span in seconds for which the whole comparison takes `minutes_given`. `tables`: timetables with
     spans of 1 s (more for workloads with repeated bursts).
 
     Raises:

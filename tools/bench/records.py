@@ -45,7 +45,7 @@ class BenchRecord:
     submit_s: float
     token_times_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrival time of each token
     end_s: float | None = None
-    outcome: RequestOutcome = RequestOutcome.CANCELLED  # set when the request ends in another way
+    outcome: RequestOutcome = RequestOutcome.CANCELLED  # replaced when the request ends
     error: str = ""
     prompt_token_ids: list[int] = field(default_factory=list[int])  # only if recording is on
     output_token_ids: list[int] = field(default_factory=list[int])

@@ -46,7 +46,6 @@ class ReplayOptions:
     deadline_s: float = 300.0  # deadline of each request
     record_tokens: bool = False
     request_id_prefix: str = "replay"
-    stop_after_s: float | None = None  # the replay ends after this time and cancels running requests; None: no limit
     # (prompt, answer length) -> last token of the answer, if known; the cluster then does not know the length.
     last_token: Callable[[Sequence[int], int], int] | None = None
 
@@ -128,8 +127,7 @@ class Replay:
         async with asyncio.TaskGroup() as requests:
             stopping = requests.create_task(self._stopped.wait(), name="wait for stop")
             sending = requests.create_task(self._send_all(), name="send")
-            limit_s = self._options.stop_after_s
-            await asyncio.wait((stopping, sending), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopping, sending), return_when=asyncio.FIRST_COMPLETED)
             complete = not stopping.done()
             for task in (stopping, sending):
                 task.cancel()

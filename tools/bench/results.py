@@ -132,7 +132,7 @@ class PolicyResult(_StrictModel):
     offline_token_count: int | None = None  # prompt and answer tokens of offline requests, which are not in the trace
     verified_count: int | None = None  # answers recomputed for comparison
     token_mismatches: int | None = None  # differing tokens of the verified answers; null until verified
-    near_ties: int | None = None  # differences excused, as rounding decides between the two best tokens
+    near_ties: int | None = None  # excused differences: rounding decides between the two best tokens
     requests: list[RequestResult]
 
 
@@ -275,8 +275,8 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
 
 
 def slo_reference(run: ReplayRun, policy: str) -> SloReference:
-    """A run's medians. If most requests waited for memory, their latencies are no standard to aim at, so only the
-    others count.
+    """A run's medians. If most requests waited for memory, their latencies are not a useful reference, so only the
+    other requests count.
     """
     finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     at_s = [sample.at_s for sample in run.samples]
@@ -307,7 +307,7 @@ Fractions = dict[int, float | None]
 
 
 def _slo_violations(records: list[BenchRecord], reference: SloReference) -> tuple[Fractions, Fractions, Fractions]:
-    """Shares of requests, by scale, that violate the SLO of TTFT or TPOT, that of TTFT, and that of TPOT.
+    """Shares of requests, by scale, that violate the TTFT or the TPOT SLO, the TTFT SLO, and the TPOT SLO.
 
     A request that was not served violates all. Requests that the client cancelled do not count.
     """

@@ -15,7 +15,7 @@ from tools.model.info import CheckpointInfo
 
 _STEP_S = 0.1  # time step of the forecast
 _BISECTIONS = 24
-_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # grid of rates to search: 0.8 to 1.6 times the one found
+_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # grid of rates to search: 0.8 to 1.6 times the rate found by bisection
 _HOPELESS = 20.0  # multiple of the intended mean demand at which a forecast is abandoned
 
 
@@ -38,7 +38,7 @@ class SizingPace:
 
 @dataclass(frozen=True, slots=True)
 class SizingForecast:
-    """KV demand, in tokens, of a trace none of whose requests waits."""
+    """KV demand, in tokens, of a trace if no request has to wait."""
 
     mean_tokens: float
     peak_tokens: float
@@ -54,12 +54,12 @@ def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
 
 
 def length_scale_to(trace: Trace, mean_tokens: float) -> float:
-    """The factor (at most 1) on lengths with which the mean request, prompt and answer, has `mean_tokens` tokens."""
+    """The factor (at most 1) on lengths that gives the mean request `mean_tokens` tokens, answer included."""
     return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
 
 
 def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | None) -> tuple[float, float | None]:
-    """Factors (at most 1) on the lengths of prompts and answers with which the mean request has `mean_tokens` tokens,
+    """Factors (at most 1) on the lengths of prompts and answers that give the mean request `mean_tokens` tokens,
     `answer_share` of them in its answer.
 
     If `answer_share` is None, both are scaled by the first factor, and the second is None.
@@ -127,7 +127,7 @@ def two_digits(scale: float) -> float:
 
 
 def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> SizingForecast:
-    """The forecast if a request holds its prompt from its arrival on, and its answer grows at a constant pace."""
+    """The forecast if each request holds its prompt from its arrival, and its answer grows at a constant pace."""
     end_s = requests[-1].arrival_s
     demand = [0.0] * (int(end_s / _STEP_S) + 1)
     for request in requests:

@@ -16,6 +16,7 @@ class ClusterTarget:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._model: ModelInfo | None = None
+        self._preemptions: dict[tuple[str, int], int] = {}  # last count by (worker, incarnation)
 
     async def model(self) -> ModelInfo:
         if self._model is None:
@@ -56,7 +57,10 @@ class ClusterTarget:
                 failure = error
         if not statuses and failure is not None:
             raise failure
-        return sample_of(statuses)
+        sample = sample_of(statuses)
+        leaders = [leader for group in statuses[0].groups if (leader := group.leader) is not None]
+        self._preemptions |= {(w.worker_id, w.incarnation): w.load.preemptions_total for w in leaders if w.load}
+        return replace(sample, preemptions_total=sum(self._preemptions.values()))  # also those of present followers
 
 
 def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:

@@ -265,6 +265,6 @@ def _is_date(text: str) -> bool:
 
 
 def write_trace(path: Path, requests: tuple[TraceRequest, ...]) -> None:
-    """Write a trace in the format `ballast`, with times in milliseconds precision."""
+    """Write a trace in the format `ballast`, with times to the millisecond."""
     lines = [f"{r.arrival_s:.3f},{r.input_tokens},{r.output_tokens}\n" for r in requests]
     path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(lines))

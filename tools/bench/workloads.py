@@ -41,7 +41,7 @@ class Workload:
     name: str  # name in file names and figures
     word: str  # word on the command line
     trace: Trace
-    base: Trace  # the trace from which the rate is derived; for `extreme` and `twice` the one before the repetition
+    base: Trace  # the trace from which the rate is derived; for `extreme` and `twice`, without the repetitions
 
 
 def parse_workloads(text: str, seed: int) -> list[Workload]:

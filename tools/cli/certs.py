@@ -1,5 +1,5 @@
-"""`ballast certs`: creates the certificates and the secret by which the services of a cluster
-authenticate each other.
+"""`ballast certs`: creates the certificates and the secret with which the services of a cluster authenticate each
+other.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Load reports of followers, which report to no dispatcher and are asked directly."""
+"""Load reports of followers, which do not report to dispatchers and are therefore queried directly."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor

@@ -134,7 +134,7 @@ def run_transitions(args: argparse.Namespace) -> int:
 
 
 def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> RenderableType:
-    # Reasons have a separate table: they may be sentences, which would leave no room for the figures.
+    # Reasons have a separate table, because they may be sentences, which would leave no room for the figures.
     table, reasons = (Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold") for _ in range(2))
     for heading in ("epoch", "what", "phase"):
         table.add_column(heading, no_wrap=True)

@@ -80,7 +80,7 @@ async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace
         layout = LAYOUT.record(answer.layout)
         group = group_of(layout, WorkerId(args.worker))
         standing = None if group is None else next(m.standing for m in group.members if m.worker_id == args.worker)
-        if standing is None and (layout.epoch or not args.wait):  # epoch 0: a new leader, which has not read it yet
+        if standing is None and (layout.epoch or not args.wait):  # epoch 0: a new leader has not read the layout
             if args.wait and wanted is Standing.SERVING:
                 raise Unavailable(args.worker, "its process has ended; start it again")
             return Standing.PARKED

@@ -38,6 +38,7 @@ def add_parser(commands: Commands) -> None:
         "--out", type=output_file, required=True, metavar="FILE", help="output file, for a worker's --cost-profile"
     )
     parser.add_argument("--dtype", default="auto", metavar="TYPE", help="same as for the worker")
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="same as for the worker")
     parser.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="same as for the worker")
     parser.add_argument("--kernels", default="auto", choices=("auto", "native", "torch"), help="same as for the worker")
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "services.worker.profiling"]
-    same = "model out dtype device threads kernels max_num_batched_tokens max_num_seqs rounds"
+    same = "model out dtype kv_cache_dtype device threads kernels max_num_batched_tokens max_num_seqs rounds"
     for name in same.split():
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     if args.layers:

@@ -105,7 +105,7 @@ def can_describe() -> bool:
 
 def described(folder: Path, model_impl: str = "auto", ranks: int = 1) -> dict[str, Any]:
     """Ask the subprocess about a checkpoint. Returns the fields of `services.worker.engine.describe.Description`, or
-    `refused` with the reason why no worker could serve it.
+    `refused` with the reason if no worker could serve it.
 
     Raises:
         ConfigError: torch or transformers is not installed, or the subprocess failed.

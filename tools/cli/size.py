@@ -1,4 +1,4 @@
-"""`ballast size`: finds the fewest GPUs that serve a trace within a goal, with and without parameter dropping."""
+"""`ballast size`: finds the fewest GPUs that meet a latency goal on a trace, with and without parameter dropping."""
 
 import argparse
 import dataclasses

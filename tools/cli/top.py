@@ -88,7 +88,7 @@ class TopLook:
 
 
 class Rates:
-    """Tokens per second of each worker between two refreshes. A worker that has restarted since has no rate."""
+    """Tokens per second of each worker between two refreshes. A worker that has restarted in between has no rate."""
 
     def __init__(self, total: Callable[[LoadReport], int] = lambda load: load.generation_tokens_total) -> None:
         """`total`: the counter of a load report to use; default: tokens of online answers."""

@@ -38,7 +38,7 @@ from tools.model.vocabulary import ensure_tokenizer
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
 _HTTP_PORT, _HTTP_PORTS = 8000, 100  # first port tried, and how many are tried
-# As with a large model on a GPU, the default model's parameters fill two thirds of a worker's memory: a drop nearly
+# As with a large model on a GPU, the default model's parameters fill two thirds of a worker's memory, so a drop nearly
 # doubles the space for KV.
 _DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
 _CERTIFICATE_DAYS = 365
@@ -251,7 +251,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _check_state_server(url: str) -> None:
-    """Check that the state server answers, as services would wait for it silently.
+    """Check that the state server answers, because services would wait for it silently.
 
     Raises:
         Unavailable: the state server does not answer.
@@ -393,7 +393,7 @@ class _Up:
             await asyncio.wait([*keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in keeping:
                 if task.done():
-                    await task  # raises: these tasks do not end otherwise
+                    await task  # raises a task's error, because these tasks do not end otherwise
         finally:
             for task in (*keeping, stopping):
                 task.cancel()

@@ -1,8 +1,9 @@
 """The dashboard's page and API as a Starlette app, to be mounted or served (`serving`).
 
-Anybody who can open the page can read. Requests that change something (`POST`) need a header that no form or foreign
-page can send. All requests need an expected `Host`. If others than the operator can reach the page (`by_token`), an
-order is forwarded with only the token of its request, and dispatchers decide whether the order is permitted.
+Anyone who can open the page can read it. Requests that change something (`POST`) need a header that neither a form nor
+a page of another site can send. All requests need an expected `Host`. If people other than the operator can reach the
+page (`by_token`), an order is forwarded only with the token of its own request, and dispatchers decide whether the
+order is permitted.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ _HEADER: Final = "x-ballast-dashboard"
 _EVERY_S: Final = 0.5
 _WATCHED_S: Final = 30.0  # the cluster is polled for this long after a page's last request
 _MAX_ORDERS: Final = 16  # limit on concurrent orders
-_ASKED_AGAIN_S: Final = 10.0  # orders use a cached answer, to whether dispatchers demand tokens, for this long
+_ASKED_AGAIN_S: Final = 10.0  # how long it is cached, for orders, whether dispatchers demand tokens
 _BEARER: Final = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
 _SAFETY: Final = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",

@@ -120,7 +120,7 @@ class Watched:
         return self._demands_tokens
 
     async def drop(self, token: str | None = None) -> str:
-        """Merge the first two workers that serve alone, whatever the demand. Returns a description of the drop.
+        """Merge the first two workers that serve alone, regardless of demand. Returns a description of the drop.
 
         Args:
             token: Token of the caller; None: this process's credentials are used.
@@ -265,7 +265,7 @@ def describe(one: planner_pb2.Transition) -> str:
     if one.kind == "drop":
         what = f"{_size(one.freed_parameter_bytes)} of parameters overboard"
     else:
-        pulled = one.parameter_bytes_pulled  # 0 if loaded from the checkpoint, as no member has them any more
+        pulled = one.parameter_bytes_pulled  # 0 if loaded from the checkpoint because no member has them any more
         what = f"{_size(pulled)} of parameters back on board" if pulled else "the parameters back on board"
     return f"{what} in {took_s:.2f} s{moved}"
 
@@ -275,7 +275,7 @@ def _size(number: int) -> str:
 
 
 async def _follower_loads(status: ClusterStatus, access: Access) -> dict[str, LoadReport]:
-    """Load reports of followers, which report to no dispatcher and are asked directly."""
+    """Load reports of followers, which do not report to dispatchers and are therefore queried directly."""
     leaders = {group.leader_id for group in status.groups}
     asked = [worker for worker in status.workers if worker.load is None and worker.worker_id not in leaders]
     answers = await asyncio.gather(*(_ask_load(worker, access) for worker in asked), return_exceptions=True)

@@ -23,7 +23,7 @@ from tools.local.secrets import make_secrets, write_file
 
 CA_KEY = "ca.key"
 _CA_DAYS = 3650
-_SKEW = datetime.timedelta(minutes=10)  # certificates are valid from this long ago: other clocks may be behind
+_SKEW = datetime.timedelta(minutes=10)  # certificates become valid this long before now: other clocks may be behind
 _ANY = "*"
 
 

@@ -35,7 +35,7 @@ _PROMPT_COUNT = 8
 _LAYOUT_CHANGE_S = 6.0  # longest time between two requested drops or restores
 _NOTED_S = 0.1  # shorter times without a token do not count as waits
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-_LOGPROB_ERROR = 1e-6  # tolerance: a replay recomputes in a prefill what decodes computed first
+_LOGPROB_ERROR = 1e-6  # tolerance, because a replay recomputes in a prefill what decodes computed first
 
 
 def sampling_of(i: int, max_tokens: int, *, every_kind: bool) -> SamplingParams:

@@ -49,7 +49,7 @@ _KEEPS_ITS_PORT: tuple[Service, ...] = (*_OUTSIDE, "jobs")  # services that keep
 _NEEDS_MODEL: tuple[Service, ...] = ("dispatcher", "worker")
 _POLL_S = 0.02
 _STATUS_TIMEOUT_S = 2.0
-_CONFIGURATION_WRONG = 2  # exit status
+_CONFIGURATION_WRONG = 2  # exit status of a service with an invalid configuration
 
 
 @dataclass(slots=True)
@@ -387,7 +387,7 @@ class LocalCluster:
         if service in ("dispatcher", "jobs") and self._tokens_file is not None:
             command += ["--tokens-file", str(self._tokens_file)]
         command += [*self._flags[service], *flags]
-        if service == "worker" and "--dist-init-addr" in self._flags["worker"]:  # consecutive ports
+        if service == "worker" and "--dist-init-addr" in self._flags["worker"]:  # workers get consecutive ports
             at = command.index("--dist-init-addr") + 1
             first_host, _, first = command[at].rpartition(":")
             command[at] = f"{first_host}:{int(first) + number}"

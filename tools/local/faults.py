@@ -1,6 +1,7 @@
 """The faults of `ballast chaos`, with the functions that end them.
 
-No fault changes clocks: services use monotonic ones, and the state server's clock only determines when keys expire.
+No fault changes clocks, because services use monotonic ones, and the state server's clock only determines when keys
+expire.
 """
 
 import asyncio

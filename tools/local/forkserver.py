@@ -177,7 +177,7 @@ def _import(arguments: Sequence[str]) -> None:
     for name in needed:
         with suppress(Exception):  # the child will fail, too, and log the error
             importlib.import_module(name)
-    sys.modules.pop(needed[0], None)  # executed anew in the child, as `__main__`
+    sys.modules.pop(needed[0], None)  # executed again in the child, as `__main__`
 
 
 def _change_state(request: Mapping[str, Any], log_fd: int, server_pid: int) -> None:

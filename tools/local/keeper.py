@@ -1,6 +1,6 @@
 """Keeps a local cluster alive: restarts processes that have ended, and reports each such event in one line.
 
-A process is restarted at once, or after longer and longer pauses if it keeps failing within 30 s of its start. After
+A process is restarted at once, or after increasingly long pauses if it keeps failing within 30 s of its start. After
 four such restarts the keeper gives up on it, and the cluster continues without it. The keeper never gives up on the
 state server.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 15_000
 _TRIES = 200
-_PROCESSES = 16  # number of disjoint sets of ports, of which a process uses one according to its process id
+_PROCESSES = 16  # number of disjoint sets of ports; a process uses the set that its process id selects
 _given: set[int] = set()
 
 

@@ -129,7 +129,7 @@ class ChildProcess:
         return f"{self.how_it_ended}; its log ends with\n" + "\n".join(words[-_LAST_WORDS_COUNT:])
 
     async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, after `timeout_s` SIGKILL, and wait until the process has ended."""
+        """Send SIGTERM, then SIGKILL after `timeout_s`, and wait until the process has ended."""
         self.send_signal(signal.SIGTERM)
         if not await self.wait(timeout_s):
             self.kill()

@@ -14,7 +14,7 @@ from typing import Final, Self
 _SEIZE: Final = 0x4206
 _INTERRUPT: Final = 0x4207
 _DETACH: Final = 17
-_WAIT_FOR_THREADS: Final = 0x40000000  # __WALL
+_WAIT_FOR_THREADS: Final = 0x40000000  # the flag __WALL of waitpid
 
 
 class StoppedThread:

@@ -159,7 +159,7 @@ def _read_headers(path: Path) -> tuple[dict[str, TensorHeader], int]:
     return tensors, len(files)
 
 
-def _read_json(path: Path) -> dict[str, Any]:  # Any: foreign JSON, checked key by key
+def _read_json(path: Path) -> dict[str, Any]:  # Any: external JSON, checked key by key
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError as error:

@@ -61,7 +61,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[np.floating[Any]
     return offset
 
 
-def _rounded(array: NDArray[np.floating[Any]], dtype: str) -> NDArray[Any]:  # numpy has no bfloat16: its bits as uint16
+def _rounded(array: NDArray[np.floating[Any]], dtype: str) -> NDArray[Any]:  # numpy has no bfloat16: uint16 instead
     if dtype != "bfloat16":
         return array.astype(np.dtype(dtype).newbyteorder("<"))
     bits = array.astype("<f4").view("<u4")

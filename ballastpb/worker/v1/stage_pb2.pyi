@@ -45,11 +45,11 @@ class StageBatch(_message.Message):
     quiet_s: _builtins.float
     """Seconds for which the leader had no work before this batch; stages do not count them as idle time."""
     memory_is_awaited: _builtins.bool
-    """Requests wait for memory: a restore loads parameters at full speed."""
+    """True while requests wait for memory, so that a restore loads parameters at full speed."""
     failure: _builtins.str
     """The error of a stage that could not run the batch. Later stages get it without slices."""
     safepoint_layers: _builtins.int
-    """For a batch of only offline requests: it can be preempted after every so many layers; 0: never."""
+    """For a batch of only offline requests: number of layers after which it can be preempted; 0: never."""
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequences to remove before the added ones are added and the slices run."""
@@ -58,7 +58,7 @@ class StageBatch(_message.Message):
     def added(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slices in parallel arrays; token_ids are taken in order by token_counts."""
+        """Slices in parallel arrays; slice i has the next token_counts[i] of the token_ids."""
 
     @_builtins.property
     def first_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

@@ -1,5 +1,5 @@
-"""The backlog: online requests that are on no worker, ordered by priority class and a configurable order within each
-class. The core limits its size (`limits.py`).
+"""The backlog: online requests that are not on any worker, ordered by priority class and a configurable order within
+each class. The core limits its size (`limits.py`).
 """
 
 import itertools
@@ -77,7 +77,7 @@ class Backlog:
 
     def most_of(self, count: int) -> list[tuple[str, int]]:
         """Return up to `count` callers with the most waiting requests, as (caller, number of its waiting requests)."""
-        return self._callers.most_common(count)
+        return self._callers.copy().most_common(count)  # a copy: metrics are read in another thread
 
     def tokens_of(self, caller: str) -> int:
         return self._caller_tokens[caller]

@@ -1,8 +1,8 @@
 """The dispatcher's decisions: admission, placement, and the ending of each request.
 
-The dispatcher owns a request from `RequestSubmitted` until its only `Refuse`, `Finish` or `Fail` (I6). It stores the
-generated tokens, so that another worker can continue if the request's worker is lost. Each placement has its own
-handle, and late messages about an earlier placement are dropped and counted (I5).
+The dispatcher owns a request from `RequestSubmitted` until the single `Refuse`, `Finish` or `Fail` that ends it (I6).
+It stores the generated tokens, so that another worker can continue if the request's worker is lost. Each placement has
+its own handle, and late messages about an earlier placement are dropped and counted (I5).
 
 When groups form or dissolve, workers end requests and name the worker that gets their KV. The dispatcher submits each
 of these requests to the named worker with all its tokens, as in a replay, so that no token is lost or repeated.
@@ -80,7 +80,7 @@ class DispatcherCore:
         self._deadlines = Deadlines()
         self.taken_over_count = 0
         self._next_serial = 1
-        self._no_worker_since_s: float | None = None  # time; None: there is a worker, or no event yet
+        self._no_worker_since_s: float | None = None  # None: there is a worker, or no event has arrived yet
         self._no_worker_check_at_s = math.inf
 
     def next_timer_s(self) -> float:
@@ -94,7 +94,7 @@ class DispatcherCore:
 
     @property
     def waits(self) -> bool:
-        """True if an online request is on no worker."""
+        """True if an online request is not on any worker."""
         return self.backlog.count > 0 or len(self.long) > 0
 
     def carries_changes(self, at_s: float) -> bool:
@@ -114,6 +114,8 @@ class DispatcherCore:
     def handle(self, event: d.Event) -> Sequence[d.Command]:
         commands = self._handle(event)
         if released := self.fleet.release_former():
+            for key in released:
+                self._placement.prefixes.forget(key)
             return [*commands, *map(d.Disconnect, released)]
         return commands
 
@@ -152,7 +154,7 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Adopt any layout that differs, even one with a lower epoch: the store reads values in order, so a lower epoch
+        """Adopt any layout that differs, even one with a lower epoch. The store reads values in order, so a lower epoch
         means that the cluster's state was lost and rebuilt.
         """
         if event.layout == self.fleet.layout:
@@ -282,7 +284,8 @@ class DispatcherCore:
         commands: list[d.Command] = []
         ahead_count = self._line_of(tracked).count_before(tracked)
         self._admit(tracked)
-        # Requests ahead were examined at the last change, and a request beyond the scan limit is not examined.
+        # No search is needed for requests ahead of this one, because nothing has changed for them, nor for a request
+        # beyond the scan limit.
         if tracked.offline:
             commands = self._pull(at_s)
         elif ahead_count < self._placement.rules.scan_count:
@@ -429,7 +432,7 @@ class DispatcherCore:
         return commands
 
     def _end(self, worker: Worker, tracked: Tracked, ending: d.Ending, at_s: float) -> list[d.Command]:
-        """Handle a worker's ending of a request: end the request, or move, enqueue or replay it."""
+        """Handle an `Ending` from a worker: end the request, or move, enqueue or replay it."""
         request_id = tracked.request.request_id
         tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
         if ending.refused:
@@ -485,9 +488,9 @@ class DispatcherCore:
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
             error: BallastError = InvalidRequest("prompt", why)
-            if answered := len(tracked.output_token_ids):  # it was rightly accepted, since groups may have been larger
+            if answered := len(tracked.output_token_ids):  # accepting it was right: groups may have been larger
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
-            elif tracked.token_count < self.fleet.most_tokens:  # also rightly accepted: a group was lost or dissolved
+            elif tracked.token_count < self.fleet.most_tokens:  # accepting it was right: a group was lost or dissolved
                 error = Overloaded(f"{why}; one had enough earlier, and may again", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
@@ -542,7 +545,7 @@ class DispatcherCore:
 
     def check_step(self, key: WorkerKey) -> None:
         """A cheaper `check`, for use after a step that only delivered tokens. It checks the requests of this worker,
-        but only the number of all others.
+        but only the count of all other requests.
         """
         worker = self.fleet.get(key)
         if worker is None:

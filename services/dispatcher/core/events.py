@@ -75,7 +75,7 @@ class ReachChanged:
     """The planner has published the longest context that the cluster can hold."""
 
     at_s: float
-    reach: Reach | None  # None: unknown
+    reach: Reach
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class FairQueue:
 
     def in_turn(self, lower: Iterator[Tracked]) -> Iterator[Tracked]:
         """Yield requests in the order in which they will be served. `lower`: lifted requests of the class below, which
-        alternate with the callers like one more caller.
+        alternate with the callers as if from one more caller.
         """
         yield from self._front
         if len(self._turns) == 1:
@@ -101,7 +101,7 @@ class FairQueue:
             return
         caller = tracked.request.caller
         begins = self._begins(caller)
-        if tracked.attempt:  # it was on a worker before and returns
+        if tracked.attempt:  # a replayed request was already charged for its tokens
             begins -= tracked.token_count
         if caller not in self._queues:
             self._queues[caller] = []

@@ -11,7 +11,7 @@ from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import blocks_for
 
 _TAKEN_OVER_FACTOR = 2  # factor on the limit for a request taken over from another dispatcher
-_SCAN_COUNT = 64  # maximum requests examined if the first ones fit on no worker
+_SCAN_COUNT = 64  # maximum requests examined if the first ones do not fit on any worker
 
 
 class Feed(ArrivalOrder):
@@ -37,7 +37,7 @@ class Feed(ArrivalOrder):
         wanting = [(room, worker) for room, worker in wanting if room > 0]
         if not wanting:
             return None
-        wanting.sort(key=lambda pair: -pair[0])  # stable: of equal workers the smallest id is first
+        wanting.sort(key=lambda pair: -pair[0])  # stable sort: ties go to the smallest id
         for tracked in self._entries[:_SCAN_COUNT]:
             for _, worker in wanting:
                 load = worker.load

@@ -93,7 +93,7 @@ class Worker:
         )
 
     def yields_memory_to(self, tracked: Tracked, at_s: float) -> bool:
-        """True if the worker is expected to preempt, for this request, a request of a caller that has many there."""
+        """True if the worker is expected to preempt a request of its busiest caller in favour of this request."""
         load, caller = self.load, tracked.request.caller
         if not caller or load is None or not self.usable or self.hold_until_s > at_s:
             return False

@@ -44,7 +44,7 @@ class PlacementRules:
     refused_hold_s: float = 0.05  # pause in sending to a worker after a refusal
     scan_count: int = 64  # maximum requests examined when the first ones do not fit
     lift_s: float = 10.0  # requests that have waited longer alternate with those of the class above
-    prefix_marks: int = 1 << 17  # maximum number of prefix marks kept for all workers; LRU
+    prefix_marks: int = 1 << 17  # maximum number of prefix marks stored for all workers; LRU
     recall_after_s: float = 0.1  # wait on a worker before a recall, if another worker has room; inf: never
 
 
@@ -193,8 +193,8 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def recall_offline(self) -> list[AbortOnWorker]:
-        """Recall the offline requests of workers that are draining or about to be parked, which therefore need not wait
-        for their ends. Without another worker, they stay.
+        """Recall the offline requests of workers that are draining or about to be parked, so that these workers need
+        not wait for them to end. Without another usable worker, the requests stay.
         """
         closed = [worker for worker in self._fleet if worker.closed_in_layout] if self._fleet.has_usable else []
         found = [t for worker in closed for t in worker.placed.values() if t.offline and may_go(t)]

@@ -6,13 +6,13 @@ still cached (`LoadReport.prefixes_kept_s`). Prefixes last used before that time
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.marks import MARK_TOKENS, Mark
 from services.dispatcher.policy.freeness import Hits, WorkerKey
 
 _MOST_FOUND = 8  # workers with cached prefixes that are considered in addition to the freest
+_MOST_SEEN = 4 * _MOST_FOUND  # remembered workers per mark; some may be lost, or may have evicted it
 
 
 class PrefixMap:
@@ -44,10 +44,12 @@ class PrefixMap:
                 self._used.move_to_end(mark)
                 used.pop(worker, None)
             used[worker] = at_s
+            if len(used) > _MOST_SEEN:
+                del used[next(iter(used))]
 
     def hits(self, marks: Sequence[Mark]) -> Hits:
-        """Return the cached tokens of a prompt on the up to `_MOST_FOUND` workers that have most of them. A worker that
-        has the end of a prefix has all of it, because ends are evicted first.
+        """Return the cached tokens of a prompt on at most `_MOST_FOUND` workers: those that have most of them. A worker
+        that has the end of a prefix has all of it, because ends are evicted first.
         """
         found: dict[WorkerKey, int] = {}
         kept_since_s = self._kept_since_s
@@ -55,7 +57,7 @@ class PrefixMap:
             used = self._used.get(marks[index])
             if used is None:
                 continue
-            for worker in islice(reversed(used), 4 * _MOST_FOUND):
+            for worker in reversed(used):
                 since_s = kept_since_s.get(worker)
                 if since_s is not None and used[worker] >= since_s and worker not in found:
                     found[worker] = (index + 1) * MARK_TOKENS

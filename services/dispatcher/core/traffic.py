@@ -47,7 +47,7 @@ _UNKNOWN = _Bursts(0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class _TimeBin:
-    index: int  # number of the bin: units of _BIN_S since time 0
+    index: int  # index of the bin, in units of _BIN_S since time 0
     arrived_count: int = 0
     arrived_tokens: int = 0
     ended_count: int = 0

@@ -108,9 +108,7 @@ class Ranking:
             del self._shapes[view.shape]
 
     def choose(self, need: Need, hits: Hits = NO_HITS, *, may_queue_large: bool) -> WorkerKey | None:
-        """Return the worker for the request; None: the request stays in the backlog. Of equal workers the smallest id
-        is chosen.
-        """
+        """Return the worker for the request; None: the request stays in the backlog. Ties go to the smallest id."""
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
         best: _RankedWorker | None = None

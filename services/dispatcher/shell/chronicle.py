@@ -82,7 +82,7 @@ class Chronicle:
         self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
-        """Add the reason to the history of an accepted request that has to wait."""
+        """Record in the history why an accepted request has to wait."""
         tracked = self._core.requests.get(request_id)
         if tracked is not None and tracked.worker is None and not tracked.moving:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
@@ -204,7 +204,7 @@ class Chronicle:
 
 
 def quantile(ascending: Sequence[float], fraction: float) -> float:
-    """Return the smallest value that at least this fraction of the values does not exceed; 0 without values."""
+    """Return the smallest value that at least this fraction of the values does not exceed; 0 if there are no values."""
     return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
 
 

@@ -32,7 +32,7 @@ class ClientStream:
         self.ending: ClientEnding | None = None
         self.waiting_since_s: float | None = None  # time of the oldest unread output
         self.given_up = ""  # reason for ending the call because the client does not read
-        self._task = asyncio.current_task()  # the reading call
+        self._task = asyncio.current_task()  # task of the call that reads the output
         self._loop = asyncio.get_running_loop()
         self._pacer = pacer
         self._has_begun = False

@@ -134,9 +134,10 @@ class DispatcherShell:
         self._idle.clear()
         at_s = self._clock.now_s()
         self.feed(d.RequestSubmitted(at_s, request))
-        self.chronicle.opened(request.request_id, at_s)
-        if isinstance(stream.ending, d.Refuse):
+        if isinstance(stream.ending, d.Refuse):  # perhaps because another request has its id
             self.record_refused(request.request_id, stream.ending.error, request)
+        else:
+            self.chronicle.opened(request.request_id, at_s)
         if twin is not None and twin.ending is None:
             self._clients[request.request_id] = twin  # the new request was refused
         return stream

@@ -28,7 +28,7 @@ class Claim:
 
 
 class RequestClaims(Protocol):
-    """Prevents two dispatchers from serving the same request id, as reliably as the state server works."""
+    """Prevents two dispatchers from serving the same request id. This is only as reliable as the state server."""
 
     @property
     def reachable(self) -> bool:
@@ -66,14 +66,14 @@ class PlannerPort(Protocol):
         ...
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Return the workers currently kept out of groups, with the reasons; empty without an answer."""
+        """Return the workers currently kept out of groups, with the reasons; empty if the planner does not answer."""
         ...
 
     async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:
         """Drain a worker.
 
         Returns:
-            The epoch from which on the worker gets no new requests.
+            The first epoch in which the worker gets no new requests.
 
         Raises:
             BallastError: the planner refused, or did not answer.

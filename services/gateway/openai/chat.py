@@ -55,11 +55,11 @@ class Wishes:
         logprobs: Whether to return logprobs of generated tokens.
         usage: Where a stream contains usage; complete answers always contain it.
         token_ids: Whether to return ids of generated tokens.
-        format: The format of thoughts and tool calls in the text.
+        format: The format of reasoning and tool calls in the text.
         prompt_logprobs: Whether to return logprobs of prompt tokens.
-        reasoning: Whether to return thoughts.
+        reasoning: Whether to return the reasoning.
         most_calls: Maximum number of tool calls; None: unlimited.
-        thought_end_id: The token that ends a thought; None: it is not a single token.
+        thought_end_id: The token that ends the reasoning; None: it is not a single token.
     """
 
     logprobs: bool
@@ -215,7 +215,7 @@ class ChatWriter:
 
 @dataclass(slots=True)
 class Answer:
-    """A complete answer, split into thoughts, text and tool calls."""
+    """A complete answer, split into reasoning, text and tool calls."""
 
     reasoning: str = ""
     text: str = ""
@@ -244,7 +244,7 @@ def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
 
 
 def _reasoning(text: str) -> dict[str, object]:
-    """Return a thought under both names that clients read, DeepSeek's and the shorter one."""
+    """Return reasoning under both names that clients read: DeepSeek's name and the shorter one."""
     return {"reasoning_content": text, "reasoning": text}
 
 

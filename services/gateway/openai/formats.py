@@ -1,4 +1,4 @@
-"""Parsers for the formats in which models write thoughts and tool calls, built on `scanner`.
+"""Parsers for the formats in which models write reasoning and tool calls, built on `scanner`.
 
 Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`), Qwen3-Coder, Llama 3, Mistral
 (tokenizers v3 to v11), DeepSeek V3 and V3.1, GPT-OSS (harmony), GLM-4.5, Llama 4 (`pythonic`).
@@ -7,6 +7,7 @@ Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`),
 import ast
 import functools
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,20 +39,20 @@ from services.gateway.openai.scanner import (
 
 
 class ToolFormat(StrEnum):
-    """Formats of tool calls. Names are vLLM's where it supports the format."""
+    """Formats of tool calls. Names are vLLM's if it supports the format."""
 
     HERMES = "hermes"
     QWEN3_CODER = "qwen3_coder"
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     DEEPSEEK_V3 = "deepseek_v3"
-    OPENAI = "openai"  # GPT-OSS, whose thoughts, calls and text are channels
+    OPENAI = "openai"  # GPT-OSS, whose reasoning, calls and text are channels
     GLM45 = "glm45"
     PYTHONIC = "pythonic"
 
 
 class ReasoningParser(StrEnum):
-    """Formats of thoughts. Names are vLLM's where it has the parser."""
+    """Formats of reasoning. Names are vLLM's if it has the parser."""
 
     AUTO = "auto"
     NONE = "none"
@@ -62,8 +63,8 @@ class ReasoningParser(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The tags around a thought. `open`: the prompt already contains the first tag. `likely`: the model may begin a
-    thought, because its template has the tags and the request does not disable thoughts.
+    """The tags around reasoning. `open`: the prompt already contains the first tag. `likely`: the model may begin to
+    reason, because its template has the tags and the request does not disable reasoning.
     """
 
     begin: str = "<think>"
@@ -72,9 +73,7 @@ class Thoughts:
     likely: bool = False
 
     def before(self, grammar: Grammar) -> Grammar:
-        """Return the grammar, preceded by an unconstrained thought if the model may begin one or the prompt has begun
-        one.
-        """
+        """Return the grammar, preceded by unconstrained reasoning if the model may begin it, or the prompt has."""
         if not (self.open or self.likely):
             return grammar
         return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)
@@ -87,11 +86,11 @@ def format_by_template(template: str) -> ToolFormat:
 
 
 def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, object]) -> Thoughts | None:
-    """Return the tags of a model's thoughts; None: thoughts are not parsed.
+    """Return the tags of a model's reasoning; None: reasoning is not parsed.
 
     Args:
         parser: The configured parser. AUTO: `[THINK]` if the template contains it, otherwise `<think>`.
-        template: The model's chat template. A thought is open if its generation prompt ends with the first tag.
+        template: The model's chat template. Reasoning is open if its generation prompt ends with the first tag.
         variables: Template variables of this request, of which `enable_thinking` is used.
     """
     match parser:
@@ -112,7 +111,7 @@ def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, 
 
 @functools.lru_cache(maxsize=8)
 def _thinking(template: str) -> tuple[bool, bool]:
-    """Return (whether a template contains the tag of thoughts, whether its generation prompt begins a thought)."""
+    """Return (whether a template contains the reasoning tag, whether its generation prompt begins the reasoning)."""
     _, _, prompt = template.rpartition("add_generation_prompt")
     return "<think>" in template, "<think>" in prompt and "</think>" not in prompt
 
@@ -131,7 +130,7 @@ _MARKS = (
 
 
 def answer(thoughts: Thoughts | None, calls: Format) -> Format:
-    """Return the parser of answers that may begin with thoughts. `calls` parses the rest."""
+    """Return the parser of answers that may begin with reasoning. `calls` parses the rest."""
 
     def parse(scanner: Scanner) -> Events:
         if thoughts is not None:
@@ -153,10 +152,10 @@ def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Th
     Args:
         kind: The format of tool calls.
         tools: Tools of the request, whose schemas give the types of values in formats that write values without types.
-        thoughts: The tags of thoughts; None: thoughts are text.
+        thoughts: The tags of reasoning; None: reasoning is text.
     """
     types = dict(map(_named_properties, tools))
-    again = thoughts and Thoughts(thoughts.begin, thoughts.end)  # tags of further thoughts, between calls
+    again = thoughts and Thoughts(thoughts.begin, thoughts.end)  # tags of further reasoning, between calls
     if kind is ToolFormat.OPENAI:
         return _harmony
     if kind is ToolFormat.LLAMA3_JSON:
@@ -199,7 +198,7 @@ def arguments_of(name: str) -> Format:
 
 
 def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
-    """Parse the thoughts that follow, and drop the whitespace around them. Without a thought, nothing is consumed."""
+    """Parse the reasoning that follows, and drop the whitespace around it. If none follows, nothing is consumed."""
     is_open = tags.open
     while True:
         start = scanner.at
@@ -218,7 +217,7 @@ def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
 
 def _tagged(begin: str, body: Body, thoughts: Thoughts | None) -> Format:
     """Return the parser of text in which calls follow the tag `begin`. `body` parses a call. A tag without a call is
-    text. `thoughts`: tags of thoughts after a call.
+    text. `thoughts`: tags of reasoning after a call.
     """
 
     def parse(scanner: Scanner) -> Events:
@@ -456,33 +455,47 @@ def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
     return True
 
 
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+
+
 def _harmony(scanner: Scanner) -> Events:
-    """Parse an answer of GPT-OSS, which is messages in channels: the channel `analysis` is a thought, a message to a
-    function is a call, and all others are text.
+    """Parse an answer of GPT-OSS, which is messages in channels: the channel `analysis` is reasoning, a message to a
+    function is a call, and all others are text. The recipient is named after the role or after the channel.
     """
     tags = ("<|channel|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>")
-    while (tag := (yield from until(scanner, tags, Text))) is not None:
-        if tag == "<|start|>":
-            _, tag = yield from collect(scanner, ("<|channel|>", "<|message|>"))
-        if tag != "<|channel|>":
-            continue
-        head, tag = yield from collect(scanner, ("<|message|>",))
+    ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+    start, role, tag = scanner.at, "", None
+    yield from space(scanner, " ")
+    if (yield from literal(scanner, "to=")):  # the prompt ends with the role, and the answer begins with its recipient
+        role, tag = yield from collect(scanner, ("<|channel|>", "<|message|>"))
+        role = f"to={role}"
+    if tag is None:
+        scanner.at = start
+    while True:
         if tag is None:
-            return
-        ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
-        _, _, target = head.partition("to=functions.")
-        if target:
-            yield CallBegin(target.split("<|")[0].split()[0])
+            role, tag = "", (yield from until(scanner, tags, Text))
+            if tag is None:
+                return
+        if tag == "<|start|>":
+            role, tag = yield from collect(scanner, ("<|channel|>", "<|message|>"))
+        channel = None
+        if tag == "<|channel|>":
+            channel, tag = yield from collect(scanner, ("<|message|>",))
+            if tag is None:
+                return
+        if tag == "<|message|>" and (to := _RECIPIENT.search(f"{role} {channel or ''}")):
+            yield CallBegin(to[1])
             yield from space(scanner)
             whole = yield from value(scanner, Arguments)
             yield CallEnd(whole)
             _, tag = yield from collect(scanner, ends)
-        elif head.strip().startswith("analysis"):
-            tag = yield from until(scanner, ends, Reasoning)
+        elif channel is None:
+            tag = None
         else:
-            tag = yield from until(scanner, ends, Text)
-        if tag == "<|start|>":
-            scanner.at -= len("<|start|>")
+            is_thought = channel.strip().startswith("analysis")
+            tag = yield from until(scanner, ends, Reasoning if is_thought else Text)
+        if tag != "<|start|>":
+            tag = None
 
 
 def _pythonic(scanner: Scanner) -> Events:
@@ -509,7 +522,7 @@ def _pythonic(scanner: Scanner) -> Events:
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Return (name, JSON text of the arguments) of each call in a Python list; empty if the text is no such list."""
+    """Return (name, JSON text of the arguments) of each call in a Python list; empty if the text is not such a list."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -8,7 +8,7 @@ from typing import Any, cast
 from services.gateway.errors import invalid
 from services.gateway.openai.requests import Message
 
-# Any: foreign JSON, checked part by part.
+# Any: external JSON, checked part by part.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 _THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
@@ -41,7 +41,7 @@ def _message(index: int, message: Message) -> Message:
         thoughts, content = _apart(cast(list[object], content))
         thought = thought or thoughts
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
-    if role == "assistant" and isinstance(thought, str):  # templates use different names for it
+    if role == "assistant" and isinstance(thought, str):  # templates use different names for reasoning
         result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
@@ -49,14 +49,18 @@ def _message(index: int, message: Message) -> Message:
 
 
 def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
-    """Return (thoughts, other parts) of an assistant's content. Clients of Mistral and Anthropic send thoughts as
+    """Return (reasoning, other parts) of an assistant's content. Clients of Mistral and Anthropic send reasoning as
     parts.
     """
-    found = [cast(Mapping[str, Any], part) for part in parts if isinstance(part, Mapping)]
-    thoughts = [part for part in found if part.get("type") in _THOUGHT_PARTS]
+    thoughts, others = list[Mapping[str, Any]](), list[object]()
+    for part in parts:
+        if isinstance(part, Mapping) and (given := cast(Mapping[str, Any], part)).get("type") in _THOUGHT_PARTS:
+            thoughts.append(given)
+        else:
+            others.append(cast(object, part))
     texts = [part.get("thinking") or part.get("text") or "" for part in thoughts]
     thought = "\n".join(text if isinstance(text, str) else text_of("thinking", text) for text in texts)
-    return thought or None, [part for part in parts if part not in thoughts]
+    return thought or None, others
 
 
 def text_of(field: str, content: object) -> str:

@@ -229,7 +229,7 @@ def parse(shape: type[R], body: bytes) -> R:
 
 def _parse_slowly(shape: type[R], body: bytes) -> R:
     """Parse a body that pydantic's own JSON parser refuses. This parser accepts a little more (encodings, depth,
-    unpaired surrogates), or else its errors name the field.
+    unpaired surrogates), and otherwise its errors name the field.
     """
     try:
         value: object = json.loads(body)
@@ -244,7 +244,7 @@ def _parse_slowly(shape: type[R], body: bytes) -> R:
 
 
 def refused(error: ValidationError) -> Failure:
-    """The failure of a request with an invalid field, which it names."""
+    """Return the failure that names a request's invalid field."""
     first = error.errors(include_url=False)[0]
     param = str(first["loc"][0]) if first["loc"] else None
     inner = ".".join(map(str, first["loc"][1:]))

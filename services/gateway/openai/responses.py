@@ -12,9 +12,9 @@ from services.gateway.errors import invalid
 from services.gateway.openai.chat import Head, Wishes, call_id
 from services.gateway.openai.requests import ChatRequest, Message, refused
 from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
-from services.gateway.openai.writing import dumps
+from services.gateway.openai.writing import dumps, event
 
-# Any: foreign JSON.
+# Any: external JSON.
 Item = dict[str, Any]
 
 _NEEDS_STORE = ("previous_response_id", "conversation", "background", "prompt")
@@ -123,7 +123,8 @@ class ResponsesRequest(BaseModel):
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         try:
-            dumps([self.text, self.tools, self.tool_choice, self.metadata]).encode()  # are repeated in the answer
+            # These fields are repeated in the answer.
+            dumps([self.text, self.tools, self.tool_choice, self.metadata]).encode()
             return ChatRequest.model_validate(values)
         except ValidationError as error:
             raise refused(error) from error
@@ -135,7 +136,7 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    thought = ""  # the assistant's thought that precedes its next message
+    thought = ""  # the assistant's reasoning that precedes its next message
     for index, item in enumerate(given):
         match item.get("type", "message"):
             case "message":
@@ -303,7 +304,7 @@ class ResponsesWriter:
     def _event(self, kind: str, **fields: object) -> bytes:
         value = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
-        return f"event: {kind}\ndata: {dumps(value)}\n\n".encode()
+        return event(value, kind)
 
     def _status(self) -> str:
         if self._finish_reason is None:

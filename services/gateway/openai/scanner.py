@@ -18,7 +18,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Part of a thought."""
+    """Part of the reasoning."""
 
     text: str
 
@@ -85,7 +85,7 @@ class AnswerParser:
     Args:
         parse: The format of the text.
         most_calls: Maximum number of calls; further ones are dropped. None: unlimited.
-        thought_end_id: The token that ends a thought; None: it is not a single token.
+        thought_end_id: The token that ends the reasoning; None: it is not a single token.
     """
 
     def __init__(self, parse: Format, most_calls: int | None = None, thought_end_id: int | None = None) -> None:
@@ -103,8 +103,8 @@ class AnswerParser:
 
     @property
     def reasoning_token_count(self) -> int:
-        """Number of tokens of thoughts so far. If no single token ends a thought, it is estimated from the thoughts'
-        share of text.
+        """Number of reasoning tokens so far. If no single token ends the reasoning, the number is estimated from the
+        reasoning's share of the text.
         """
         if not self._thought_chars:
             return 0
@@ -127,7 +127,7 @@ class AnswerParser:
         return self._run()
 
     def whole(self, text: str, token_ids: Sequence[int], *, cut: bool) -> list[Event]:
-        """Parse a complete answer, instead of `feed` and `finish`, and return all events. `cut`: as for `finish`."""
+        """Parse a complete answer, instead of `feed` and `finish`, and return all events. `cut`: see `finish`."""
         self._scanner.ended, self._scanner.cut = True, cut
         return self.feed(text, token_ids)
 

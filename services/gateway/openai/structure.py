@@ -9,7 +9,7 @@ from typing import Any, cast
 from ballast.common.sampling import Grammar, GrammarKind
 from services.gateway.errors import invalid
 
-# Any: schemas are foreign JSON, validated by the dispatcher.
+# Any: schemas are external JSON, validated by the dispatcher.
 Schema = Mapping[str, Any]
 
 # Formats that llguidance enforces.
@@ -126,8 +126,16 @@ def _mapped(schema: object, change: Callable[[Schema], Schema]) -> object:
     }
 
 
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
 def _structured(given: Mapping[str, Any]) -> Grammar:
-    match {name: value for name, value in given.items() if value is not None}:
+    wanted = {name: value for name, value in given.items() if value is not None and value is not False}
+    if len(wanted) > 1:
+        others = [name for name in wanted if name not in _KINDS]
+        why = f"does not support {', '.join(others)}" if others else f"has {' and '.join(wanted)}; only one is possible"
+        raise invalid("structured_outputs", why)
+    match wanted:
         case {"json": str() as text}:
             return Grammar(GrammarKind.JSON_SCHEMA, text)
         case {"json": dict()}:

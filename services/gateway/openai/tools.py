@@ -22,7 +22,7 @@ _MAX_CALLS = 16  # maximum calls in an answer that a grammar constrains to calls
 
 _KINDS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # keys by which a schema may require an object
 
-# Any: foreign JSON.
+# Any: external JSON.
 Tool = Mapping[str, Any]
 
 

@@ -11,16 +11,21 @@ from services.gateway.openai.requests import UsageWish
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity (an impossible token), which JSON lacks
 
-__all__ = ["DONE", "chat_logprobs", "completion_logprobs", "dumps", "event", "quote", "usage_of"]
+__all__ = ["DONE", "chat_logprobs", "completion_logprobs", "dumps", "encoded", "event", "quote", "usage_of"]
 
 
 def dumps(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def event(value: object) -> bytes:
-    """Return a server-sent event whose data is `value` as JSON."""
-    return b"data: " + dumps(value).encode() + b"\n\n"
+def encoded(value: object) -> bytes:
+    """Return `value` as JSON. Lone surrogates, which a model may write as escapes in a call, become question marks."""
+    return dumps(value).encode(errors="replace")
+
+
+def event(value: object, kind: str = "") -> bytes:
+    """Return a server-sent event whose data is `value` as JSON. `kind`: its type; empty: none is written."""
+    return (f"event: {kind}\n" if kind else "").encode() + b"data: " + encoded(value) + b"\n\n"
 
 
 def usage_of(
@@ -94,7 +99,7 @@ def completion_logprobs(
         offsets.append(first_offset)
         first_offset += len(_text(position.chosen))
     values = [_value(position.chosen) for position in positions]
-    top = [{_text(other): _value(other) for other in (*position.top, position.chosen)} for position in positions]
+    top = [{_key(other): _value(other) for other in (*position.top, position.chosen)} for position in positions]
     known = 1 if prompt else 0
     found: dict[str, object] = {
         "tokens": [_text(position.chosen) for position in positions],
@@ -130,6 +135,14 @@ def _entry(token: TokenLogprob) -> dict[str, object]:
 
 def _text(token: TokenLogprob) -> str:
     return token.token.decode(errors="replace")
+
+
+def _key(token: TokenLogprob) -> str:
+    """Return the token's text, or its bytes as OpenAI writes them if it is only a part of a character."""
+    try:
+        return token.token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token)
 
 
 def _value(token: TokenLogprob) -> float:

@@ -15,7 +15,7 @@ _NOTHING = Traffic()
 
 @dataclass(slots=True)
 class Backlogs:
-    lease_s: float  # a dispatcher without a new entry for longer counts as lost, so its requests are no demand
+    lease_s: float  # a dispatcher without a new entry for longer counts as lost, and its requests are not demand
     forget_s: float  # time for which the last entry of a silent dispatcher counts as its traffic
     _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # dispatcher -> (entry, time of its last change)
         default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
@@ -33,8 +33,8 @@ class Backlogs:
         return self.total(at_s).token_count > before
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
-        """Return the traffic of all dispatchers according to their last entries, and that of the live ones alone; None
-        if all are live.
+        """Return (traffic of all dispatchers according to their last entries, traffic of the live ones alone). The
+        latter is None if all are live.
         """
         known = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.forget_s]
         fresh = self._fresh(at_s)
@@ -54,7 +54,9 @@ class Backlogs:
         return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
 
     def known(self, at_s: float) -> bool:
-        """True if the state server was read recently. Otherwise an empty backlog means nothing."""
+        """True if the state server was read recently. Otherwise an empty backlog does not mean that
+        no requests wait.
+        """
         return self._read_at_s is not None and at_s - self._read_at_s <= self.lease_s
 
     def silent(self, at_s: float) -> tuple[DispatcherId, ...]:

@@ -68,7 +68,7 @@ class Groups:
             if leader is None or leader.load is None:
                 complete = False
                 continue
-            if len(members) == 1:  # cached until the instance's next report: there may be thousands
+            if len(members) == 1:  # cached until the instance's next report, because there may be thousands of groups
                 if (known := leader.as_group) is None:
                     known = leader.as_group = _group_load(group, leader, entries)
                 found.append(known)

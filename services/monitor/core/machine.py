@@ -72,7 +72,7 @@ class MonitorRules:
     history_length: int = 50  # load samples per instance, enough for the trend's window at twice the report rate
     backlog_lease_s: float = 1.0  # a dispatcher without a new entry for longer counts as lost
     backlog_forget_s: float = 60.0
-    warmup_s: float = 4.0  # time after becoming active in which workers find this monitor
+    warmup_s: float = 4.0  # time that workers have to find this monitor after it has become active
     step_timeout_s: float = 60.0  # an engine whose step lasts longer counts as lost
     max_remembered: int = 10_000  # number of workers whose newest incarnation is remembered
 
@@ -319,7 +319,7 @@ class MonitorCore:
 
     def pace(self) -> Pace | None:
         """Return the batch costs of the median instance among those with the most layers, because machines may differ
-        and one may be wrong.
+        and one may report wrong costs.
         """
         known = self._paces()
         most = max((pace.layer_count for _, pace in known), default=0)
@@ -344,7 +344,7 @@ class MonitorCore:
         return self.groups.demands(at_s, self.entries, window_s=rules.trend_window_s, horizon_s=rules.horizon_s)
 
     def _backlog_bytes(self, at_s: float) -> int:
-        """KV bytes that the dispatchers' backlogs need. Block and token sizes are those of all instances."""
+        """KV bytes that the dispatchers' backlogs need. Block and token sizes are equal on all instances."""
         backlog = self._backlogs.total(at_s)
         loaded = next(((e, e.load) for e in self.entries.values() if e.load is not None), None)
         if loaded is None or not backlog.request_count:
@@ -353,7 +353,9 @@ class MonitorCore:
         return backlog_bytes(backlog, load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _discount_own_pause(self, at_s: float) -> None:
-        """Exclude the time for which this process itself was stopped from the silence of instances."""
+        """Exclude the time for which this process itself was stopped from the time for which instances have been
+        silent.
+        """
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         if last_s is None or at_s - last_s <= self.rules.lease_s / 2:
             return

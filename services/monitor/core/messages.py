@@ -58,7 +58,7 @@ class StreamEnded:
     at_s: float
     cause_id: str
     stream_id: StreamId
-    announced_exit: bool  # True: True: the worker has closed the stream because it exits
+    announced_exit: bool  # True: the worker has closed the stream because it exits
 
 
 @dataclass(frozen=True, slots=True)

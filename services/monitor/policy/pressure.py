@@ -11,8 +11,8 @@ those of all waiting requests, so a burst counts in full when it arrives, before
   no prompts, although the cluster has memory left.
 - Relief: parameters are dropped, and for a while wanted bytes (with their trend) and usage have been below a fraction
   of the un-dropped memory. The planner may then restore layers. If a burst arrived soon after the last relief, the next
-  relief waits for as long as would have avoided that drop. Staying dropped has a small constant cost, but an
-  unnecessary restore leaves the burst without memory.
+  relief waits long enough to have avoided that drop. Staying dropped has a small constant cost, but a premature restore
+  leaves the next burst without memory.
 - Two signals are at least the dwell time apart, and each change of the merged groups restarts it, so that an
   oscillating load causes at most one transition per dwell time. Exception: after a relief that has not changed the
   groups yet, an overload is raised at once, because aborting a restore costs nothing. During a restore there is
@@ -111,7 +111,7 @@ class Forecast:
 
 @dataclass(slots=True)
 class Pressure:
-    """Derives signals from samples of the cluster's demand, which `observe` takes in order of time."""
+    """Derives signals from samples of the cluster's demand. Pass the samples to `observe` in order of time."""
 
     rules: PressureRules
     history: deque[ClusterDemand] = field(init=False)

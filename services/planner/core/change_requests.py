@@ -46,8 +46,8 @@ class Planning:
     """Policy for overloads."""
 
     targets: ComparisonTargets = field(default_factory=ComparisonTargets)
-    compares: bool = True  # True: compare candidates by predicted loss; False, or if data is missing: drop by need
-    # By need, groups become deeper than pairs only if pairs would leave more than this fraction of the wanted KV unmet.
+    compares: bool = True  # True: compare candidates by predicted loss; False, or without the data: drop by need
+    # By need, groups become deeper than pairs only if pairs would leave more than this fraction of the needed KV unmet.
     tolerable_shortfall: float = 0.65
 
 
@@ -55,12 +55,12 @@ class Planning:
 class DropRequest:
     by: str  # cause: overload, long request, operator, loss or policy
     cause_id: str
-    request_id: str = ""  # id of an operator's request; empty: the planner's own
+    request_id: str = ""  # id of an operator's request; empty: the planner's own request
     required_bytes: int | None = None
     worker_ids: tuple[WorkerId, ...] = ()
-    again: bool = False  # True: a second evaluation of an overload
+    again: bool = False  # True: a re-evaluation of the same overload
     blind_s: float = 0.0  # seconds for which data for a comparison has been missing
-    hold_s: float = 0.0  # seconds without automatic restores afterwards
+    hold_s: float = 0.0  # seconds after the change without automatic restores
     long: LongNeed | None = None  # set for a request that needs a larger group
 
 
@@ -94,7 +94,7 @@ class Approved:
     shortfall_bytes: int = 0
     sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
     gives_way: bool = False  # True: may be aborted in favour of other requests while it is prepared
-    compared: Comparison | None = None  # the comparison that led to it
+    compared: Comparison | None = None  # comparison on which the decision is based
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ def decide(
     epoch: Epoch,
     planning: Planning | None = None,
 ) -> Approved | Rejected:
-    """Return the target layout of a drop or restore, or why there is none. `planning`: policy for overloads. Operators'
-    requests are executed as requested.
+    """Return the target layout of a drop or restore, or the reason for a rejection. Operators' requests are executed as
+    requested. `planning`: policy for overloads.
     """
     planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
     try:
@@ -277,7 +277,9 @@ def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: C
 
 
 def _must_act_blind(change: DropRequest, snapshot: Snapshot, needed_bytes: int) -> bool:
-    """True if the shortfall is so long and large that a drop is better than waiting for missing data."""
+    """Return True if the shortfall has lasted so long, and is so large, that a drop is better than waiting for the
+    missing data.
+    """
     model = snapshot.model
     capacity_bytes = sum(columns_of(snapshot.groups).blocks) * model.block_bytes * model.layer_count
     return change.blind_s >= _BLIND_S and needed_bytes > _BLIND_NEED * capacity_bytes
@@ -311,8 +313,8 @@ def _compared(
     fresh = load.fresh_traffic
     if fresh is None or not compared.chosen.merges:
         return compared
-    # A silent dispatcher may be paused, or dead with its clients on other dispatchers now, so the choice must be right
-    # in both cases.
+    # A silent dispatcher may be paused, or it may be dead and its clients connected to other dispatchers. The choice
+    # must be right in both cases.
     if not fresh.known_s:
         fresh = replace(load.traffic, queued_count=0, queued_tokens=0, oldest_wait_s=0.0)
     without = compare(snapshot, running, fresh, load.pace, targets)

@@ -21,7 +21,7 @@ class WorkerClaim:
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
     layout: Layout  # layout with the newest reported epoch
-    partial: Partial  # incarnations that hold only some layers and no longer belong to a group
+    partial: Partial  # incarnations outside all groups that hold only some layers
 
 
 def newer(layout: Layout, claims: Mapping[WorkerId, WorkerClaim]) -> dict[WorkerId, WorkerClaim]:
@@ -29,9 +29,10 @@ def newer(layout: Layout, claims: Mapping[WorkerId, WorkerClaim]) -> dict[Worker
 
 
 def rebuild(layout: Layout, claims: Mapping[WorkerId, WorkerClaim], layer_count: int) -> Rebuilt | None:
-    """Return a layout of the groups whose members agree, and those of `layout` about which there is no newer report.
+    """Return a layout of the reported groups whose members agree, and of the groups of `layout` about which there is no
+    newer report.
 
-    None: there are no reports newer than the layout.
+    None: no report is newer than the layout.
     """
     telling = newer(layout, claims)
     if not telling:

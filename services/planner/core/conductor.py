@@ -80,7 +80,7 @@ class LayoutContext:
     layout: Layout
     model: ModelInfo | None
     epoch: Epoch  # epoch of the transition
-    stranded: tuple[Member, ...]  # instances that are in no group and hold only some layers
+    stranded: tuple[Member, ...]  # instances that hold only some layers and are not in any group
     kept_out: KeptOut
 
 
@@ -195,12 +195,12 @@ class Conductor:
 
     @property
     def _must_end(self) -> bool:
-        """True for a restore that a draining member waits for, which rising demand does not abort."""
+        """True for a restore that a draining member waits for. Rising demand does not abort such a restore."""
         return self.record is not None and self.record.by == "drain"
 
     @property
     def _reduces_memory(self) -> bool:
-        """True for a restore that reduces KV memory. A restore of stranded survivors adds some."""
+        """True for a restore that reduces KV memory. A restore of stranded survivors adds KV memory instead."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return False
         journal = self.coordinator.journal
@@ -276,13 +276,12 @@ class Conductor:
         return "another change is about to begin"
 
     def loads_read(self, event: p.LoadsRead) -> list[p.Command]:
-        if isinstance(self._change, SizeRequest) and event.failure:
+        change = self._change if self._change is not None and self._change.cause_id == event.cause_id else None
+        if isinstance(change, SizeRequest) and event.failure:
             return self._looked(event.at_s)
-        if self._change is not None and event.failure:
-            return self._deny(p.ChangeRefusal.NO_LOADS, Rejected(event.failure))
         if event.failure:
-            return []
-        if self._change is not None:
+            return [] if change is None else self._deny(p.ChangeRefusal.NO_LOADS, Rejected(event.failure))
+        if change is not None:
             self._load = event.load
         return _told(self.prediction_log.settle(event.load.traffic, event.at_s))
 
@@ -327,15 +326,15 @@ class Conductor:
         return told + self.start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
-        """Seconds since the first overload that could not be compared for lack of data; 0 if the last one is not
-        recent.
+        """Seconds since the first overload that could not be compared because data was missing; 0 if the last one is
+        not recent.
         """
         if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
             return 0.0
         return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
-        """Park or wake instances if the evaluation says so. Empty: nothing changes."""
+        """Evaluate how many instances should serve, and park or wake instances accordingly."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
         may_shrink = isinstance(self._change, SizeRequest)
         away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
@@ -517,7 +516,7 @@ class Conductor:
         record.journal, record.lost = journal, step.lost
         record.reached_at_s.setdefault(journal.stage, at_s)
         self.history.append(record)
-        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # an overload waits for this
+        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # evaluate a pending overload now
             self._again_at_s = at_s
         given_up = tuple(sorted(self.coordinator.given_up))
         self.coordinator = self.record = None
@@ -568,7 +567,7 @@ class Conductor:
     def stand_by(self) -> list[p.Command]:
         waiting = [request_id for request_id, request in self._requests.items() if request.epoch is None]
         self._give_up()
-        self.__post_init__()  # without stale evaluations; what was learned is stored
+        self.__post_init__()  # drops pending evaluations; learned data is stored
         for request_id in waiting:
             del self._requests[request_id]
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]

@@ -55,7 +55,7 @@ class Suspects:
             self._by_id[placeable.worker_id] = _Suspect(placeable.incarnation, placeable.address, why, at_s)
 
     def keep(self, worker_ids: AbstractSet[WorkerId]) -> None:
-        """Drop all suspects but these."""
+        """Forget all suspects except these workers."""
         self._by_id = {worker_id: suspect for worker_id, suspect in self._by_id.items() if worker_id in worker_ids}
 
     def clear(self, worker_id: WorkerId) -> None:

@@ -56,12 +56,14 @@ class Inconsistent:
         return True
 
     def transition_ended(self, at_s: float, before_s: float) -> None:
-        """Restart the durations of contradictions, except those that began before `before_s` and do not count yet."""
+        """Restart all durations of contradictions, except those that began before `before_s` and are still too short to
+        count.
+        """
         odd = self._since_s.items()
         self._since_s = {w: since_s if _COUNTS < since_s < before_s else at_s for w, since_s in odd}
 
     def lives(self, layout: Layout, membership: Membership) -> dict[WorkerId, Incarnation]:
-        """Return the incarnations that count as inconsistent. Instances outside the layout count at once, members of it
+        """Return the incarnations that count as inconsistent. Instances outside the layout count at once, its members
         after `disagree_s`.
         """
         placed, found = worker_ids(layout), dict[WorkerId, Incarnation]()

@@ -41,8 +41,8 @@ class KeptOut:
         return {w: _since(why, at_s - self._since_s[w]) for w, why in found.items()}
 
     def of_another_protocol(self) -> dict[WorkerId, str]:
-        """Return the workers whose protocol is not the most common one, with the reasons. Of equally common protocols
-        the newer counts.
+        """Return the workers whose protocol is not the most common one, with the reasons. If two protocols are equally
+        common, the newer one is preferred.
         """
         protocols = self._membership.protocols()
         counts = Counter(protocols.values())

@@ -1,7 +1,7 @@
 """The layout of the cluster and its changes (pure; `handle` is the only entry).
 
-`store_sync` reads and writes the layout. Joins at about the same time share an epoch, while a loss is planned at once.
-While the state server is unreachable, the newest change is remembered and written later.
+`store_sync` reads and writes the layout. Joins at about the same time share an epoch, while a loss leads to a new epoch
+at once. While the state server is unreachable, the newest change is remembered and written later.
 
 Epochs never decrease or repeat. A state server that has lost the layout gets it again under the next epoch. A new
 leader that finds the layout lost cannot know the last epochs, so it waits for the monitor's snapshot and continues from
@@ -245,7 +245,7 @@ class PlannerCore:
         return [p.Publish(layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
-        # Answered drains are remembered, because an operator may repeat a request.
+        # After an aborted transition, contradictions that began before it keep their durations.
         before_s = ended.began_at_s if ended.journal.base.groups == self.layout.groups else -math.inf
         self.inconsistent.transition_ended(at_s, before_s)
         self._replan(at_s)
@@ -358,7 +358,7 @@ class PlannerCore:
     # ------------------------------------------------------------ planning
 
     def _replan(self, at_s: float) -> None:
-        if self._plan_at_s <= at_s:  # already scheduled; of a thousand simultaneous joins only the first does it
+        if self._plan_at_s <= at_s:  # already scheduled, for example by the first of a thousand simultaneous joins
             return
         if self._wanted()[0] != self.layout.groups or self.in_flight is not None:
             self._plan_at_s = at_s
@@ -539,7 +539,9 @@ class PlannerCore:
         return [p.SetTimer(due_at_s)]
 
     def _own_at_s(self, at_s: float) -> float:
-        """Time at which a postponed transition of the planner's own may begin; inf if it may already."""
+        """Return the time from which the planner may begin a postponed transition of its own; inf if nothing is
+        postponed.
+        """
         own_at_s = self.conductor.own_at_s
         return own_at_s if self.active and not self.conductor.busy and own_at_s > at_s else math.inf
 

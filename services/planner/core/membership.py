@@ -146,7 +146,7 @@ class Membership:
 
     def disagrees(self, worker_id: WorkerId, group: Group | None, layer_count: int) -> bool:
         """True if the instance reports a place other than `group`, its group in the layout (None: no group), or if it
-        is in no group and lacks layers.
+        is not in any group and lacks layers.
         """
         known = self.known.get(worker_id)
         if known is None or not self._serves(known):

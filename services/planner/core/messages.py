@@ -30,7 +30,7 @@ class ClusterLoad:
     fresh_traffic: Traffic | None = None  # traffic without silent dispatchers; None: no dispatcher is silent
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
-        """Return a copy without the reports of these instances, so that their groups take no part in plans."""
+        """Return a copy without the reports of these instances, so that plans ignore their groups."""
         return replace(self, workers={w: load for w, load in self.workers.items() if w not in kept_out})
 
 
@@ -39,7 +39,7 @@ Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in order of
 
 @dataclass(frozen=True, slots=True)
 class StoredLayout:
-    """Content of the state server."""
+    """The planner's data in the state server."""
 
     layout: Layout
     model: ModelInfo | None  # model of its instances; None before the first instance
@@ -88,7 +88,7 @@ class WriteSettled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """There is a new connection to the monitor, which reports all instances. Then SnapshotEnded follows."""
+    """A new connection to the monitor is open. The monitor reports all instances on it, followed by SnapshotEnded."""
 
     at_s: float
     cause_id: str
@@ -212,7 +212,7 @@ class DropRequested:
     request_id: str  # a repetition gets the same answer
     required_bytes: int | None = None  # None: the current shortfall
     worker_ids: tuple[WorkerId, ...] = ()  # not empty: form one group of these, in this order
-    hold_s: float = 0.0  # seconds without automatic restores afterwards
+    hold_s: float = 0.0  # seconds after the drop without automatic restores
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +386,7 @@ class TransitionMoved:
 
 @dataclass(frozen=True, slots=True)
 class NothingDone:
-    """A change that no operator requested was rejected, or frees less than is needed."""
+    """A change requested by the planner itself was rejected, or frees less than is needed."""
 
     what: str
     why: str
@@ -467,7 +467,7 @@ class RefuseDrain:
 
 @dataclass(frozen=True, slots=True)
 class RejectInstance:
-    """The instance serves another model than the cluster and is kept out of the layout."""
+    """The instance serves a different model from the cluster's and is kept out of the layout."""
 
     worker_id: WorkerId
     incarnation: Incarnation

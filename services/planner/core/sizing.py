@@ -19,16 +19,16 @@ from services.planner.core.survey import NoSurvey, running_of, survey
 from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
 from services.planner.policy.reserve import Jumps, Learnt, Reserve, pair_gain, wanted_memory
 
-_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # intervals of evaluations, with and without parking
-_REACTS_S = 1.0  # time until dispatchers are notified, in addition to the time to wake and the interval of evaluations
+_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # evaluation intervals, with and without parking
+_REACTS_S = 1.0  # time until dispatchers are notified, in addition to the time to wake and the evaluation interval
 _REGRET_S = 60.0  # an instance that is needed again within this time should not have been parked
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
 _STARTS = 6.0  # factor on the dwell time if processes end instead of parking
 _SOONER = 0.5  # when an instance is parked, fraction of the dwell time credited to the next one
 _WAKES = 2.0  # minimum dwell time as a multiple of the time to wake
-_OVERDUE = 3.0  # multiple of the time to wake (at least `_REACTS_S`) after which a waking instance is not expected
-_REPORTS_S = 5.0  # time that missing reports are waited for, as after a change of the monitor; then they are ignored
+_OVERDUE = 3.0  # multiple of the time to wake (at least `_REACTS_S`) after which a waking instance no longer counts
+_REPORTS_S = 5.0  # maximum wait for missing reports, for example after a change of the monitor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class SizingRules:
     advises: bool = False  # True: without parking, compute the wanted number for an external scaler
     drops: bool = False  # True: parameters are dropped under memory pressure, which bridges the time to wake
     least_instances: int = 1  # minimum number of serving instances
-    dwell_s: float = 10.0  # time for which one instance less must suffice before one is parked
+    dwell_s: float = 10.0  # time for which one fewer instance must suffice before one is parked
     last_name: bool = False  # True: the highest name is parked, as with StatefulSets; False: the emptiest instance
 
 
@@ -133,7 +133,9 @@ class Sizing:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _awaits_reports(self, members: list[Member], load: ClusterLoad, at_s: float) -> bool:
-        """True while serving instances should report soon: without them, the others would seem to be too few."""
+        """True while missing reports of serving instances are still expected. Without these reports, capacity would be
+        underestimated.
+        """
         if all(m.worker_id in load.workers for m in members if m.takes_new):
             self._missing_since_s = None
             return False
@@ -141,8 +143,8 @@ class Sizing:
         return at_s - self._missing_since_s < _REPORTS_S
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """Return the reserve, assuming that the same number of instances again could be started externally, and all
-        members.
+        """Return the reserve and all members. The reserve assumes that an external scaler could double the number of
+        instances.
         """
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
@@ -210,7 +212,7 @@ class Sizing:
         return dict.fromkeys([*leaving, *parked][:count], False)
 
     def _is_calm(self, reserve: Reserve, at_s: float) -> bool:
-        """True if one instance less has sufficed for long enough. Starts to measure this time if it has not begun."""
+        """True if one fewer instance has sufficed for long enough. Starts to measure this time if it has not begun."""
         self._calm_since_s = at_s if self._calm_since_s is None else self._calm_since_s
         return at_s - self._calm_since_s >= self._wait_s(reserve)
 
@@ -225,7 +227,7 @@ class Sizing:
             return None
         if self.rules.last_name:
             return max(may_leave, key=_by_number)
-        # Of equally empty ones, the one with the least memory leaves: the comparison assumes the mean.
+        # Ties go to the instance with the least memory, because the comparison assumes the mean memory.
         of = load.workers
         return min(may_leave, key=lambda w: (_held(of[w]), of[w].running_count, of[w].block_count, w))
 

@@ -13,12 +13,12 @@ from ballast.common.transition import TransitionKind
 
 
 class Stage(StrEnum):
-    """Stage of a transition, as journaled."""
+    """Stage of a transition, as journaled. No stage is followed by one above it."""
 
     PREPARING = "preparing"
+    ABORTING = "aborting"
     COMMITTING = "committing"
     EXCHANGING = "exchanging"
-    ABORTING = "aborting"
     DONE = "done"
     ABORTED = "aborted"
 

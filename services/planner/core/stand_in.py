@@ -115,7 +115,7 @@ class StandIns:
         return waited
 
     def take(self) -> tuple[LostFollower, ClusterLoad] | None:
-        """Mark the current loss as handled. Returns it with its loads; None: these were not read."""
+        """Mark the current loss as handled. Returns it with the loads; None if no loads were read."""
         lost, load, self._lost = self._lost, self._load, None
         if lost is not None:
             self._seen.add((lost.member.worker_id, lost.member.incarnation))

@@ -2,8 +2,8 @@
 
 An instance's standing follows from two facts: whether it should be away, which is decided here and stored in the
 layout, and whether it is parked, which it reports. Standings therefore converge despite changes of leader, late reports
-and lost orders. Orders are repeated while the instance is leaving or waking in the layout, of which dispatchers have
-been notified by then.
+and lost orders. An order is sent only after the layout marks the instance as leaving or waking, so that dispatchers
+know first, and it is repeated while that mark remains.
 """
 
 import math
@@ -17,7 +17,7 @@ from services.planner.core.membership import Membership
 
 _ORDERS_S = 0.25  # interval of orders to the same instance
 _MOST_WAITING = 1000
-_HELP_S = 60.0  # if no instance serves and one has been waking for this long, another one is woken
+_HELP_S = 60.0  # if no instance serves, time that a waking instance is given before another one is woken
 
 
 @dataclass(slots=True)
@@ -81,8 +81,8 @@ class Standings:
         return is_same and self.put(event.worker_id, away=False)
 
     def help_out(self, layout: Layout, at_s: float) -> bool:
-        """Make leaving instances or a parked one serve again if no instance serves, and another one if that one does
-        not wake. Returns True if one will.
+        """If no instance serves, let leaving instances or a parked one serve again, and another parked one if the first
+        does not wake in time. Returns True if the intended state of an instance changed.
         """
         members = [m for group in layout.groups for m in group.members]
         if any(m.takes_new for m in members):

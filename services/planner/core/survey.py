@@ -24,11 +24,11 @@ from services.planner.policy.snapshot import (
 )
 
 Loads = Mapping[WorkerId, LoadReport]
-_Classes = Mapping[tuple[int, int], tuple[int, int]]  # (budget, extent size) -> those of its class
+_Classes = Mapping[tuple[int, int], tuple[int, int]]  # (budget, extent size) -> the values of its memory class
 _MARGIN = 1.1  # factor on the demand for which memory is freed
 _LIKE_SPEED = 1.1  # speeds are rounded to powers of this
 _MOST_SLOWNESS = 1000.0
-_ALIKE = 1.02  # memories that differ by less are of one class, since each class increases the search
+_ALIKE = 1.02  # memories that differ by a smaller factor form one class, because each class enlarges the search
 
 
 class NoSurvey(Exception):
@@ -56,7 +56,7 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
 
 class Survey(NamedTuple):
     snapshot: Snapshot
-    led: list[LoadReport]  # reports of the leaders of the snapshot's groups
+    led: list[LoadReport]  # reports of the snapshot's group leaders
 
 
 def survey(
@@ -67,8 +67,8 @@ def survey(
     *,
     draining: bool = False,
 ) -> Survey:
-    """Return the groups that take part in plans. All their members have reported, and none is parked, about to be
-    parked or, unless `draining`, draining.
+    """Return the groups that take part in plans. All their members have reported, and none is parked or about to be
+    parked. Groups with draining members are included only if `draining` is set.
 
     Groups with an impossible report are left out, because one instance's error must neither end the planner nor enter a
     plan.
@@ -144,8 +144,8 @@ def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
 
 
 def _rounded(slowness: float) -> float:
-    """Round slowness to a power of `_LIKE_SPEED`, because each kind of members increases the search; 1 if it is
-    impossible.
+    """Round slowness to a power of `_LIKE_SPEED`, because each distinct kind of member enlarges the search. Returns 1
+    for an impossible value.
     """
     if not _MOST_SLOWNESS**-1 <= slowness <= _MOST_SLOWNESS:
         return 1.0
@@ -242,8 +242,8 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
 
 
 def pipelined(base: Layout, degree: int, epoch: Epoch, why: str, kept_out: Container[WorkerId] = ()) -> Layout | None:
-    """Return the layout in which instances that serve alone form pipelines of `degree`, in order of names. The
-    remaining instances stay alone. None: too few instances, or too few layers.
+    """Return the layout in which instances that serve alone form pipelines of `degree`, sorted by name. The remaining
+    instances stay alone. None: too few instances, or too few layers.
     """
     alone = sorted(
         g.leader.worker_id

@@ -44,7 +44,7 @@ class Journaled:
 
 @dataclass(frozen=True, slots=True)
 class JournalRefused:
-    """The last journal was refused permanently: the stored layout is not the plan's base."""
+    """The last journal was refused permanently, because the stored layout is not the plan's base."""
 
     at_s: float
     stage: Stage
@@ -74,7 +74,7 @@ class PlannerTick:
 
 @dataclass(frozen=True, slots=True)
 class AbortWanted:
-    """A request with precedence. Before the decision, the transition is aborted. After it, draining groups are ended
+    """A request with precedence. An undecided transition is aborted; after the decision, draining groups are ended
     early.
     """
 

@@ -68,7 +68,7 @@ class Pool:
         self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
         loads = list(map(add, columns.used, columns.waiting))
         full = [load / blocks if blocks else math.inf for load, blocks in zip(loads, columns.blocks, strict=True)]
-        self.order.sort(key=full.__getitem__, reverse=True)  # stable sort: equal groups stay in order of names
+        self.order.sort(key=full.__getitem__, reverse=True)  # stable sort: ties stay sorted by name
         places = [most or running.max_running_count * stages for most in columns.max_running]
         summed = (columns.blocks, columns.running, columns.used, columns.uncomputed, places)  # in the order of `_Sums`
         self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
@@ -77,7 +77,7 @@ class Pool:
         return len(self.order)
 
     def between(self, first: int, last: int) -> _Sums:
-        """Sums over the groups [first, last) by load."""
+        """Sums over the groups [first, last) in order of load."""
         return _Sums(*[column[last] - column[first] for column in self._sums])
 
     def kind(self, sums: _Sums, group_count: int, block_tokens: int) -> GroupKind:
@@ -173,7 +173,9 @@ class _PoolShare:
         return heavy.plus(self.pool.between(last - self.light * merge_count, last))
 
     def of(self, number: int, merge_count: int) -> list[int]:
-        """Return the indices in the pool of one merge's groups. The first merge has the fullest and the emptiest."""
+        """Return the pool indices of the groups of merge `number`. The first merge combines the fullest with the
+        emptiest groups.
+        """
         places = [self.heavy_from + number + merge_count * i for i in range(self.heavy)]
         places += [-1 - self.light_from - number - merge_count * i for i in range(self.light)]
         return [self.pool.order[place] for place in places]
@@ -230,7 +232,7 @@ class Candidate:
 
 NOTHING = Candidate("nothing")
 _SPLITS = dict(zip(TOWARD_MEMORY, ("", ", half by memory", ", by memory"), strict=True))
-_GAINS = 1.05  # longer stages must add KV by at least this factor
+_GAINS = 1.05  # minimum factor by which a split with longer stages must increase the KV capacity
 
 
 class _Worth(NamedTuple):
@@ -255,8 +257,8 @@ class Candidates:
 
     def all(self) -> list[Candidate]:
         """Return all candidates: no change; some pairs and fours of single instances; all single instances in groups of
-        two, of three and in one group, and the same for only those with little memory; pipelines merged with each other
-        and with single instances.
+        two, of three and in one group, and the same groups of only those with little memory; pipelines merged with each
+        other and with single instances.
         """
         found = {NOTHING.name: NOTHING}
         small = [pool for pool in self._sized_pools if pool.size and pool.stages == 1][:1]
@@ -266,7 +268,7 @@ class Candidates:
         return list(found.values())
 
     def _splits(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with balanced stages, the one with most memory, and those in between, if they have more
+        """Yield splits of the candidate: with balanced stages, with the most memory, and in between, if they have more
         KV than now and differ enough.
         """
         unlike = any(len(share.pool.columns.members) > 1 for part in candidate.parts for share in part.shares)
@@ -378,8 +380,8 @@ class Candidates:
         return _Worth(made.block_count, longest)
 
     def _stall_s(self, part: _Merges, sums: _Sums) -> float:
-        """Return the stall by the exchange. Each old group keeps its layers of all sequences, so it sends all other KV
-        and receives as much.
+        """Return the seconds for which the KV exchange stalls sequences. Each old group keeps its layers of all
+        sequences, so it sends all other KV and receives as much.
         """
         return stall_s(self.model, sums.used_block_count, part.size, part.stages * part.count)
 

@@ -36,7 +36,7 @@ from services.planner.policy.snapshot import Snapshot, columns_of
 
 LASTS_S = (2.0, 15.0, 60.0)  # seconds for which the current rate continues; each is a future to predict
 _MIDDLE = len(LASTS_S) // 2
-LOST = 20.0  # waits beyond this multiple of the target are lost: by default ten seconds, chosen, not derived
+LOST = 20.0  # waits beyond this multiple of the target are lost (10 s by default); chosen, not derived
 _UNSURE = 1.1  # minimum advantage over a smaller change
 _LEAST_S, _MOST_S = 30.0, 120.0  # horizon: two request durations, within these bounds
 _OUTLIVED = 2.0  # multiple of the mean answer; requests that have run for longer are of another kind
@@ -50,7 +50,7 @@ _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
 _PRICED = 2.0  # to save costs, an instance is parked if the others keep latencies within this multiple of the targets
 _MOST_GAIN = 50.0  # maximum logarithm of a reported gain
 _DISSOLVED_WITHIN_S = (
-    60.0  # maximum predicted drain time of a restore, after which the planner gives up a member without progress
+    60.0  # maximum predicted drain time of a restore, after which the planner counts a member without progress as lost
 )
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # pseudo-answers, so that the first one does not determine the mean
 
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """Lower bound of the factor of improvement over no change."""
+        """Lower bound of the factor by which the choice improves on no change."""
         return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:
@@ -184,7 +184,7 @@ def compare_sizes(
     may_shrink: bool,
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """Compare numbers of serving instances, for parking: with some of the reserve, or with one less. Of all sizes that
+    """Compare numbers of serving instances, for parking: with some of the reserve, or with one fewer. Of all sizes that
     are about as good as the best, the smallest is chosen. An instance is parked only if the others are good enough,
     even at the highest arrival count of the last minute.
     """
@@ -247,8 +247,9 @@ class _Evaluator:
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
 
     def expect(self, found: Evaluation, kinds: Sequence[GroupKind], traffic: Traffic) -> Evaluation:
-        """Replace the prediction; if bursts are known, by one for a burst as long and as high as earlier ones. The
-        choice does not use it, because it must also be right for longer and shorter bursts.
+        """Replace the prediction. If burst statistics are known, the new prediction assumes a burst as long and as high
+        as earlier ones. The choice of a candidate does not use it, because it must also be right for longer and shorter
+        bursts.
         """
         future = self._futures[_MIDDLE]
         if traffic.burst_s:
@@ -264,7 +265,7 @@ class _Evaluator:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
-        """Return the mean loss over all futures. Missing futures count as 0, which makes it a lower bound."""
+        """Return the mean loss over all futures. Missing futures count as 0, so the result is then a lower bound."""
         loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
 
@@ -290,7 +291,8 @@ class _SizeEvaluator(_Evaluator):
         self.feared_part = _BRIDGED if reserve.gain > 1.0 and reserve.jump < math.inf else 1.0
         self._instances = sum(columns.stages) + len(reserve.waking_s)
         home_blocks = home_tokens(snapshot) / snapshot.model.block_tokens
-        self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)  # in instances; merged ones have more
+        # Capacity, in instances; merged instances have more.
+        self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)
         self.alone_count = sum(stages == 1 for stages in columns.stages)
 
     def kinds(self, candidate: Candidate) -> list[GroupKind]:

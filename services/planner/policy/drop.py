@@ -15,7 +15,7 @@ from services.planner.policy.split import Splitter, SplitTolerance
 class DropPlan:
     needed_bytes: int
     freed_bytes: int
-    shortfall_bytes: int  # 0: the need is met
+    shortfall_bytes: int  # bytes that the plan fails to free; 0: the need is met
     usable_bytes: int  # additional KV that admission can use; less than the freed bytes if layers are split unevenly
     exchange_bytes: int
     groups: tuple[GroupPlan, ...]  # groups that change, by id

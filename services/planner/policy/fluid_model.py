@@ -272,7 +272,7 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
-        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave old ones when none runs
+        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave a remainder when none runs
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
@@ -378,7 +378,7 @@ def _lost(waits: Mapping[float, float], limit_s: float) -> float:
 
 
 def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:
-    """Admit as many requests as fit, evenly over instances like routing. Returns their number."""
+    """Admit as many requests as fit, distributed evenly over instances as routing does. Returns their number."""
     if len(flows) == 1:
         let = min(flows[0].room(until_s, mean_tokens), count)
         flows[0].let_in(let, mean_tokens)
@@ -406,8 +406,8 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
 def _waits(
     came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float = 0.0
 ) -> dict[float, float]:
-    """Return the number of requests by wait (seconds), which lasts until the curve of first tokens reaches their
-    arrival.
+    """Return the number of requests by wait in seconds. A request waits until the curve of first tokens reaches its
+    position in the curve of arrivals.
 
     Args:
         ready_s: Time at which the last first token of each step was ready; 0 if it had none.
@@ -449,7 +449,7 @@ def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
 
 
 def _own_s(flow: _Flow, length: float) -> float:
-    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # due to other prompts
+    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # busy fraction due to other prompts
     sharing = _MOST_SHARING if busy > 1 - 1 / _MOST_SHARING else 1 / (1 - busy)
     decodes, context = flow.seen_decodes / flow.seen, flow.seen_context / flow.seen
     return prompt_s(flow.cost, flow.stages, flow.max_batch_tokens, decodes, context, length, sharing)

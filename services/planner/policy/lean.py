@@ -1,7 +1,7 @@
 """Three rules for packing large requests onto few instances, given only the requests on each instance.
 
 A new request is placed on the fullest instance that keeps its reserve. The emptiest instance is released if its
-requests fit on the others. An instance that has nearly used up its reserve gives away its smallest request. Amounts are
+requests fit on the others. An instance that has nearly used up its reserve moves its smallest request away. Amounts are
 bytes or tokens.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 RESERVE = 0.08  # fraction of an instance reserved for the growth of running requests
-_USED_UP = 0.25  # a request is given away when less than this fraction of the reserve remains
+_USED_UP = 0.25  # a request is moved away when less than this fraction of the reserve remains
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRequest:
-    """Content of one instance."""
+    """The requests of one instance."""
 
     number: int
     amounts: tuple[int, ...]  # amounts of its requests
@@ -27,7 +27,7 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeanMove:
-    amount: int  # amount of the request, which may be any of that size
+    amount: int  # amount of the request; if several have this amount, any of them
     source: int
     target: int
 
@@ -91,7 +91,9 @@ def _spread(
 
 
 def check(before: Sequence[HeldRequest], moves: Sequence[LeanMove], capacity: int) -> list[str]:
-    """Describe errors of moves: an overfilled instance, one that gives and takes, or a leaving one that takes."""
+    """Describe errors of moves: an overfilled instance, one that both sends and receives, or a leaving one that
+    receives.
+    """
     used = {one.number: one.used for one in before}
     for move in moves:
         used[move.source] -= move.amount

@@ -360,7 +360,9 @@ class Book:
         return max(found, key=lambda item: item.amount, default=None)
 
     def _refill_with(self, one: MellBin, size: MellSize) -> None:
-        """Move the largest item of `size` that fits into `one`, taken from the latest bin of that size class."""
+        """Move the largest item of `size` that fits into `one`, taken from the most recently opened bin of that size
+        class.
+        """
         latest = self._latest(size, but=one)
         if not one.items or latest is None or latest.number < one.number:
             return

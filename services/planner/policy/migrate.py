@@ -74,8 +74,8 @@ class _MigrationCandidate:
 
 
 def is_round_due(layout: Layout, rules: MigrationRules, *, looks: bool) -> bool:
-    """True if a round may have migrations, because there are several groups and one of them may have to give requests.
-    `looks`: this round also looks for nearly full groups.
+    """True if a round may have migrations, because there are several groups and one of them may have to migrate
+    requests away. `looks`: this round also looks for nearly full groups.
     """
     drains = any(_must_empty(member) for group in layout.groups for member in group.members)
     return len(layout.groups) > 1 and (rules.balances or drains or (rules.relieves and looks))

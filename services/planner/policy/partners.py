@@ -11,9 +11,9 @@ def likely_partners(
 ) -> list[tuple[Member, Sequence[Member]]]:
     """Return up to `most` other workers for each member: first those of its own group, then the nearest in the layout.
 
-    Merges depend on the loads at their time. In a cluster of up to `most` + 1 instances all are returned. In a larger
-    one, neighbours are a guess, and missing links are opened while a plan is prepared. `apart`: workers without
-    partners.
+    Merges depend on the loads at the time of the merge. In a cluster of up to `most` + 1 instances all are returned. In
+    a larger one, neighbours are a guess, and missing links are opened while a plan is prepared. `apart`: workers
+    without partners.
     """
     order = [(member, place) for place, group in enumerate(layout.groups) for member in group.members]
     staying = [(member, place) for member, place in order if member.data_address and member.takes_new]

@@ -34,7 +34,7 @@ class Placeable:
 
 
 def one_group_each(instances: Iterable[Placeable], layer_count: int) -> tuple[Group, ...]:
-    """Return groups in order of worker id. A group keeps its id over restarts of its instance."""
+    """Return groups sorted by worker id. A group keeps its id over restarts of its instance."""
     return tuple(
         Group(GroupId(instance.worker_id), (instance.member(0, layer_count, instance.standing),))
         for instance in sorted(instances, key=lambda i: i.worker_id)
@@ -44,8 +44,7 @@ def one_group_each(instances: Iterable[Placeable], layer_count: int) -> tuple[Gr
 def keep_pipelines(
     before: Iterable[Group], instances: Iterable[Placeable], partial: Partial, layer_count: int
 ) -> tuple[tuple[Group, ...], Partial]:
-    """Return the groups that can serve, in order of ids, and the instances that hold only some layers and serve in no
-    group.
+    """Return the groups that can serve, sorted by id, and the instances that hold only some layers and do not serve.
 
     A pipeline stays while all its members are alive. If one is lost, the others hold only a part of the model until
     they have loaded the rest. A new incarnation has loaded all layers.

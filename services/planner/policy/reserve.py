@@ -40,7 +40,7 @@ class Reserve:
 
 
 def more(reserve: Reserve) -> list[Candidate]:
-    """Return the candidates in which 1, 2, 4 ... instances of the reserve serve, and all of them."""
+    """Return the candidates in which 1, 2, 4, ... or all instances of the reserve serve."""
     counts = {min(1 << doublings, reserve.count) for doublings in range(reserve.count.bit_length() + 1)} - {0}
     return [Candidate(f"{count} more", added=count) for count in sorted(counts)]
 
@@ -60,6 +60,8 @@ def home_tokens(snapshot: Snapshot) -> float:
 def pair_gain(snapshot: Snapshot) -> float:
     """Return the factor by which KV capacity grows if two instances hold one copy of the parameters together."""
     model = snapshot.model
+    if model.layer_count < 2:
+        return 1.0
     budget, extent, _ = max(columns_of(snapshot.groups).members)
     blocks = [model.at(extent).block_count(budget, 0, layers) for layers in (model.layer_count, model.layer_count // 2)]
     return max(1.0, blocks[1] / 2 / max(1, blocks[0]))
@@ -131,7 +133,7 @@ class Jumps:
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[GroupKind]:
-    """Return the group kinds with `added` more instances of the reserve, leaving ones first, or (-1) with one less. A
+    """Return the group kinds with `added` more instances of the reserve, leaving ones first, or (-1) with one fewer. A
     leaving instance has no room and completes its requests. A waking one has room and starts later.
 
     Args:
@@ -160,7 +162,7 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
 
 
 def _one_less(found: Sequence[GroupKind], home: float, places: int) -> list[GroupKind]:
-    """Return the kinds with one instance less of the lone kind with most instances. If it was the only one, its
+    """Return the kinds with one fewer instance of the lone kind that has most instances. If it was the only one, its
     requests move to the next kind.
     """
     alone = sorted((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)

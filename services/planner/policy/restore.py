@@ -52,8 +52,8 @@ def plan_restore(
 ) -> RestorePlan:
     """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of the remaining capacity.
 
-    This applies both to a group's own demand compared with the KV of its members as full replicas (its requests stay
-    with them), and to total demand compared with total capacity, because a remaining pipeline relieves the others.
+    The limit applies to the demand of each group relative to the KV of its members as full replicas, which keep its
+    requests, and to the total demand relative to the total capacity, because a remaining pipeline relieves the others.
     `only`: the pipelines to consider; None: all. `longest_tokens`: tokens of each group's longest request, which must
     fit into a single member.
     """
@@ -82,8 +82,8 @@ def plan_restore(
 
 
 def _too_long(longest_tokens: int, alone_tokens: int) -> str | None:
-    """Return the reason why a pipeline's longest request does not fit into a single member; None: it fits. The check is
-    the same as its leader's: a batch in flight may append a token, and the next one needs room for one more.
+    """Return the reason why a pipeline's longest request does not fit into a single member; None: it fits. The leader
+    makes the same check: a batch in flight may append a token, and the next one needs room for one more.
     """
     if longest_tokens + 2 <= alone_tokens or alone_tokens < 1:
         return None

@@ -14,7 +14,9 @@ from ballast.common.ids import GroupId, WorkerId
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Memory needs of the model, which are equal on all instances. Layers may differ in size, but not in time."""
+    """Memory needs of the model, which are equal on all instances. Layers may differ in size, but not in execution
+    time.
+    """
 
     layer_parameter_bytes: tuple[int, ...]
     other_parameter_bytes: int  # embedding, head ...: held by every instance

@@ -375,7 +375,7 @@ def _evenly(total: int, limits: Sequence[int]) -> list[int]:
 class _Path(NamedTuple):
     """A best partial solution for (members used, last layer), compared by its first fields."""
 
-    kept_bytes: float  # negated bytes of KV that stay, so that less is better
+    kept_bytes: float  # negated bytes of KV that stay in place, so that less is better
     uneven: int
     leader_bytes: float  # negated KV of the leader per layer
     stages: tuple[tuple[int, int, int], ...]  # kind, first layer, last layer

@@ -17,7 +17,7 @@ from services.planner.policy.migrate import MigrationRules, Move, is_round_due, 
 from services.planner.shell.ports import Counting, MembersPort
 
 INTERVAL_S = 0.25
-WITHIN_S = 2 * INTERVAL_S  # deadline of an order; a newer order replaces it earlier
+WITHIN_S = 2 * INTERVAL_S  # deadline of an order, unless a newer order replaces it earlier
 _TIMEOUT_S = 2.0
 _LOOKED_AT_PER_S = 1000.0
 

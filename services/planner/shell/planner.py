@@ -132,7 +132,7 @@ class PlannerShell:
         self._watchers.remove(watcher)
 
     async def drain(self, request_id: str, worker_id: WorkerId, timeout_s: float) -> Epoch:
-        """Drain a worker and return the epoch from which on it gets no new requests."""
+        """Drain a worker and return the first epoch in which it gets no new requests."""
         event = p.WorkerDrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
         late = (
             f"draining {worker_id}: no new layout within {timeout_s:.1f} s (is the state server away?);"
@@ -142,7 +142,7 @@ class PlannerShell:
 
     async def change(self, event: p.ChangeRequest | p.StandingRequested, timeout_s: float) -> p.AnswerChange:
         """Request an operator's drop or restore, and return once its plan is journaled; or park or wake an instance,
-        and return once the layout contains that.
+        and return once the layout contains the change.
         """
         late = (
             f"no plan was stored within {timeout_s:.1f} s (is the state server away?);"
@@ -228,7 +228,7 @@ class PlannerShell:
         return self.core.kept_out.of_another_protocol()
 
     async def _load_of_equals(self) -> p.ClusterLoad:
-        """Read the load without workers of another protocol, with which requests cannot be exchanged."""
+        """Read the load, without workers of another protocol version, because requests cannot move between them."""
         return (await self.load()).without(self._apart())
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:

@@ -24,8 +24,8 @@ class LayoutStore(Protocol):
     async def write_journal(self, command: p.WriteJournal) -> p.WriteOutcome: ...
 
     async def write_reach(self, reach: Reach, token: int) -> None:
-        """Publish the reach for dispatchers. A former leader's write is ignored. Raises Unavailable without an
-        answer.
+        """Publish the reach for dispatchers. A former leader's write is ignored. Raises Unavailable if the state server
+        does not answer.
         """
         ...
 
@@ -48,7 +48,7 @@ class MembersPort(Protocol):
         ...
 
     async def call(self, command: p.CallMember, timeout_s: float) -> MemberSaid | None:
-        """Call a member of a transition. Returns None without a usable answer."""
+        """Call a member of a transition. Returns None if there is no usable answer."""
         ...
 
     async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> p.Probed:
@@ -66,8 +66,8 @@ class MembersPort(Protocol):
     async def name_partners(
         self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
     ) -> Epoch:
-        """Send a worker its likely partners. Returns the highest epoch that it knows. Raises BallastError without an
-        answer.
+        """Send a worker its likely partners. Returns the highest epoch that it knows. Raises BallastError if the worker
+        does not answer.
         """
         ...
 

@@ -17,8 +17,8 @@ SOON_S = 0.5
 
 
 def reach_now(model: ModelInfo | None, load: ClusterLoad) -> Reach | None:
-    """Return the longest context over all instances that report and do not leave, including temporarily stranded ones.
-    None: too little is known.
+    """Return the longest context over all instances that report and are not leaving, including temporarily stranded
+    ones. None: too little is known.
     """
     there = [one.memory for one in load.workers.values() if not (one.draining or one.parked)]
     try:

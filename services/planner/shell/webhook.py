@@ -70,7 +70,7 @@ class Webhook:
                 body = wanted.body()
                 await self._send(self._url, body, sign(self._secret, body, time.time()))
             except (OSError, ValueError, BallastError) as error:
-                self._told = None  # the receiver may have it nevertheless
+                self._told = None  # the receiver may have processed the message nevertheless
                 if back_off_s == _BACK_OFF_S:
                     get_logger().warning("webhook not called", url=self._url, wanted=wanted.wanted, why=str(error))
                 self._news.set()

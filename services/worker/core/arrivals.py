@@ -40,7 +40,7 @@ _TARGET_PATIENCE_S = 2 * PATIENCE_S
 _LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a handed-over sequence, which cannot run until then
 _REMEMBERED = 256  # ended migrations whose ids are remembered
 _NEARLY = 2  # with fewer whole blocks missing, the next span is the last one
-_SOON_S = 0.1  # time within which the KV that existed at the offer arrives, unless the link is slow
+_SOON_S = 0.1  # expected time until the KV that existed at the offer has arrived, unless the link is slow
 _MOST_WAIT_S = 0.3  # maximum time for which prompts are held back to let one migration finish
 
 
@@ -66,7 +66,7 @@ class _KvArrival:
     block_count: int  # blocks reserved on each stage of this group
     progress_s: float
     offered_s: float
-    nearly_since_s: float = math.inf  # instant since which only the last span has been missing
+    nearly_since_s: float = math.inf  # time since which only the last span has been missing
     phase: ArrivalPhase = ArrivalPhase.COPYING
     unready: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not reserved the requested blocks
     writing: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not confirmed the end of writes
@@ -104,7 +104,7 @@ class KvArrivals:
         return sum(arrival.phase is not ArrivalPhase.ENDING for arrival in self._open.values())
 
     def prompt_limit_blocks(self, at_s: float) -> int | None:
-        """Maximum blocks of prompt tokens in a batch; None: no limit. A handed-over sequence gets its next token only
+        """Maximum prompt tokens of a batch, in blocks; None: no limit. A handed-over sequence gets its next token only
         after the current step and its own next step, so neither may take longer than a step without prompts.
         """
         limit: int | None = None

@@ -98,7 +98,7 @@ class Batch:
     added: tuple[NewSequence, ...]
     slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
     # The next three fields are set by the stages:
-    quiet_s: float = 0.0  # idle time before this batch
+    quiet_s: float = 0.0  # time for which the leader had no work before this batch
     memory_is_awaited: bool = False  # requests wait for KV blocks
     failure: str = ""  # why a stage failed to run it, or empty; later stages then get it without slices
     copies: tuple[SwapCopy, ...] = ()

@@ -67,7 +67,7 @@ class BatchFormer:
         self._microbatching = microbatching
         self._limits_always = False  # the limit applies to batches without decodes, too
         self._limited_count: int | None = None  # number of further batches to limit; None: all
-        self._limited_tokens = 0  # maximum of waiting prompt tokens since the limit was set; 0 once none wait
+        self._limited_tokens = 0  # largest number of waiting prompt tokens since the limit was set; 0 once none wait
 
     @property
     def ahead_count(self) -> int:

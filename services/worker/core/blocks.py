@@ -135,7 +135,7 @@ class BlockBook:
         return set(self._numbered)
 
     def numbered(self, numbers: Iterable[BlockNumber]) -> Table:
-        """Block ids of these numbers."""
+        """Return the block ids of `numbers`."""
         return tuple([self._numbered[number] for number in numbers])
 
     def _name(self, sequence_id: SequenceId, first_block: int, first_number: BlockNumber, count: int) -> None:
@@ -238,7 +238,7 @@ class BlockBook:
         return {*chain.from_iterable(self._tables.values()), *self._numbered.values()}
 
     def trim(self, sequence_id: SequenceId, token_count: int) -> None:
-        """Release the sequence's blocks beyond those that `token_count` tokens need."""
+        """Keep only as many of the sequence's blocks as `token_count` tokens need, and release the others."""
         table = self._tables.get(sequence_id, ())
         kept = blocks_for(token_count, self._block_tokens)
         if kept == 0:

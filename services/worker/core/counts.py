@@ -54,7 +54,7 @@ class GroupCounts:
         self.lent_block_count = 0
         self.expected_block_count = 0  # blocks reserved for sequences that are being migrated here
         self.expected_count = 0  # number of sequences that are being migrated here
-        self.ceiling_block_count = block_count  # blocks available now, or after the transition in progress
+        self.ceiling_block_count = block_count  # number of blocks, or a larger one that may be available again soon
         self.admission_limit: int | None = None  # no sequence is admitted while more blocks are in use; None: no limit
         self.target = policies.target  # limits admissions by the time per output token
         self.stage_count = 1
@@ -83,7 +83,7 @@ class GroupCounts:
 
     @property
     def _limited_block_count(self) -> int:
-        """Number of blocks that admissions may fill."""
+        """Number of blocks up to which sequences are admitted."""
         return self.block_count if self.admission_limit is None else min(self.block_count, self.admission_limit)
 
     @property
@@ -96,12 +96,12 @@ class GroupCounts:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Tokens of running online prompts that are in no batch yet, in full."""
+        """Number of all tokens of running online prompts that are in no batch yet."""
         return sum([count for count in self._left_tokens if count > 1])
 
     @property
     def _left_tokens(self) -> list[int]:
-        """Tokens in no batch yet, for each running online sequence and each whose KV is being swapped in."""
+        """Number of tokens that are in no batch yet, for each online sequence that runs or is being swapped in."""
         online = [*self.online, *self.swap.returning] if self.swap.entries else self.online
         return [
             s.token_count - (s.computed_tokens if s.computed_tokens > s.dispatched_tokens else s.dispatched_tokens)
@@ -129,7 +129,7 @@ class GroupCounts:
 
     @property
     def offline_block_count(self) -> int:
-        """Blocks that only offline sequences hold. Online sequences get them on demand."""
+        """Number of blocks that only offline sequences hold. Online sequences take them on demand."""
         return self.prefixes.freed_count(self.offline)
 
     @property
@@ -160,8 +160,8 @@ class GroupCounts:
 
     @property
     def place_count(self) -> int:
-        """Maximum number of running sequences that admissions may reach. Sequences that already run or are migrated
-        here may exceed it.
+        """Maximum number of running sequences up to which waiting ones are admitted. Sequences that already run or are
+        migrated here may exceed it.
         """
         if self.target is None:
             return self.max_running_count
@@ -194,7 +194,7 @@ class GroupCounts:
 
     @property
     def ceiling_tokens(self) -> int:
-        """Maximum tokens of a sequence that fits into the cache, now or after the transition in progress."""
+        """Maximum tokens of a sequence that fits into `ceiling_block_count` blocks."""
         return self.ceiling_block_count * self.block_tokens
 
     @property

@@ -32,8 +32,8 @@ from services.worker.core.migration_messages import (
 from services.worker.core.spans import KvRange, StageLayers
 from services.worker.policy.departure import Decoding
 
-WORTH_BLOCKS = 2  # with fewer whole blocks left, the last span is sent instead of another copy round
-_TAIL_ROUNDS = 8  # maximum rounds for KV computed during earlier rounds; then the sequence stops for the last span
+WORTH_BLOCKS = 2  # with fewer whole blocks left, the last span is sent instead of starting another copy round
+_TAIL_ROUNDS = 8  # maximum copy rounds for KV computed during earlier rounds; then the sequence stops for the last span
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
 
 
@@ -53,7 +53,7 @@ class _Departure:
     began_s: float
     progress_s: float
     phase: DeparturePhase = DeparturePhase.OFFERED
-    kv_tokens: int = 0  # its tokens with KV between the last two steps
+    kv_tokens: int = 0  # its tokens with KV when `look` was last called
     takers: tuple[StageLayers, ...] = ()  # the target's stages
     copied_blocks: int = 0  # blocks whose arrival the target has confirmed
     sent_blocks: int = 0  # end of the last span sent, in blocks
@@ -156,7 +156,8 @@ class Departures:
                     commands.append(self._end(departure, at_s, "its target has not confirmed it", with_kv=False))
                 continue
             token_count = kv_tokens(departure.sequence_id)
-            # With fewer tokens than before, it was preempted and admitted again: others have written into its blocks.
+            # If it has fewer tokens with KV than before, the sequence was preempted and admitted again, and others have
+            # written into its blocks.
             if token_count is None or token_count < departure.kv_tokens:
                 commands += self._give_up(departure, at_s, "it has ended or was preempted")
                 continue

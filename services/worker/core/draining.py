@@ -79,7 +79,7 @@ class Draining:
         return True
 
     def go_on(self, now_s: float, group: GroupScheduler) -> Iterator[Event]:
-        """Advance the draining, between two batches. Sets `over` when it is complete."""
+        """Advance draining between two batches. Sets `over` when the group is empty."""
         if group.sequences and not group.stopped:
             if not self.hurried and now_s < self.over_at_s(group):
                 yield from self._keep(self._tightened(group), now_s, group)

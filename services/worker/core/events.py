@@ -143,8 +143,8 @@ class CapacityChanged:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimited:
-    """Limits the blocks that admissions may fill; running sequences may grow beyond. None: no limit. GroupLost lifts
-    the limit.
+    """Sets the number of blocks up to which sequences are admitted; running sequences may grow beyond it. None: no
+    limit. GroupLost lifts the limit.
     """
 
     at_s: float
@@ -177,7 +177,7 @@ class RoleChanged:
 
 @dataclass(frozen=True, slots=True)
 class KvTravels:
-    """Layers have moved to other members, and the KV of these sequences follows. Batches leave a sequence out until
+    """Layers have moved to other members, and the KV of the sequences follows. Batches leave a sequence out until
     KvArrived or KvLost is received for it. Sent while no batch is in flight; sequences without KV are not affected.
     """
 
@@ -252,8 +252,8 @@ class RoomWanted:
 
 @dataclass(frozen=True, slots=True)
 class OfflinePaused:
-    """The group is about to change: preempt its offline sequences, those in flight when their batch completes. None is
-    admitted while `paused`.
+    """The group is about to change: preempt its offline sequences; sequences in flight are preempted when their batch
+    completes. None is admitted while `paused`.
     """
 
     at_s: float

@@ -1,8 +1,8 @@
 """Scheduler of one pipeline group, run by its leader: running sequences, batches in flight, and the block tables of the
 leader's own stage.
 
-A lone worker leads a group of one. The scheduler knows sequences, but not their clients: the owner of a sequence has it
-`enter`, sends its tokens when a batch completes, and removes it (`end`, `give_away`).
+A lone worker leads a group of one. The scheduler knows sequences, but not their clients: the owner of a sequence calls
+`enter` for it, sends its tokens when a batch completes, and removes it (`end`, `give_away`).
 """
 
 from collections.abc import Callable, Collection, Container, Iterable
@@ -76,7 +76,7 @@ class GroupScheduler:
 
     @property
     def has_work(self) -> bool:
-        """True if a batch may be requested. With others in flight, `form` may still return None."""
+        """True if a batch may be requested. While other batches are in flight, `form` may still return None."""
         scheduler, batches_in_flight = self.scheduler, self.batches_in_flight
         count, completed_step_id = len(batches_in_flight), batches_in_flight.completed_step_id
         if self.stopped or count >= scheduler.max_in_flight_count:
@@ -145,11 +145,11 @@ class GroupScheduler:
         return {s.sequence_id: s.computed_tokens for s in self._with_kv}
 
     def shared_blocks(self, sequences: Iterable[Sequence]) -> dict[SequenceId, Table]:
-        """The leading blocks of each of these sequences on this stage that other sequences share."""
+        """For each of `sequences`, its leading blocks on this stage that other sequences share."""
         return self.book.shared({s.sequence_id: s.computed_tokens for s in sequences if s.computed_tokens})
 
     def victims(self, sequences: Iterable[Sequence], me: WorkerId) -> tuple[Victim, ...]:
-        """Those of the sequences that have KV, as victims of a group change, sorted by id. `me`: their leader."""
+        """Return the given sequences that have KV, as victims of a group change, sorted by id. `me`: their leader."""
         shared, counts = self.shared_blocks(sequences), {s.sequence_id: s.computed_tokens for s in sequences}
         return tuple(Victim(i, counts[i], me, blocks) for i, blocks in sorted(shared.items()))
 
@@ -188,7 +188,8 @@ class GroupScheduler:
         """
         if not self.leads:
             return "another worker leads its group, or it is parked"
-        free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
+        # Blocks that are free on every stage.
+        free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count
         offline = self.scheduler.offline
         if offline:  # their blocks become free once they are preempted
             free_count = min(free_count, self.scheduler.free_block_count)
@@ -480,7 +481,7 @@ class GroupScheduler:
         self.scheduler.prefixes.close()
 
     def _forget_prefixes(self) -> None:
-        """Drop all prefix numbers. Every member does so independently when the group changes."""
+        """Drop all prefix numbers. Each member drops its own independently when the group changes."""
         self.scheduler.forget_prefixes()
         self.book.forget_numbers()
 

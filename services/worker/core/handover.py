@@ -67,7 +67,7 @@ class Handovers:
                 group_scheduler.batches_in_flight.forget(sequence)
         if isinstance(event.to, str):
             for kept in table.kept.sequences:
-                self.free(group_scheduler, kept, at_s, "its group goes on elsewhere")
+                self.free(group_scheduler, kept, at_s, "its group continues elsewhere")
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
@@ -90,7 +90,7 @@ class Handovers:
         if not event.in_order and any(snapshot.computed_tokens for snapshot in event.snapshots):
             group_scheduler.batches_in_flight.require_none("sequences are adopted")
         if not group_scheduler.leads:
-            raise InvariantViolation("a follower is handed sequences over")
+            raise InvariantViolation("sequences are handed over to a follower")
         for snapshot in event.snapshots:
             self._adopt(group_scheduler, snapshot, event)
         group_scheduler.make_room(event.at_s)
@@ -156,8 +156,8 @@ class Handovers:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
 
     def kept(self, request_id: RequestId) -> Sequence | None:
-        """The sequence that stands for the request's KV at another leader, or for the notice that there is none; None
-        if neither has been announced.
+        """The sequence that another leader has handed over for this request, with or without KV; None if there is none
+        yet.
         """
         return self._request_table.kept.get(request_id)
 

@@ -94,7 +94,7 @@ class HostPrefixes:
     # ---------------------------------------------------------------- host to device
 
     def blocks(self, keys: Iterable[BlockKey]) -> tuple[int, ...]:
-        """Host blocks of these keys; all must be here."""
+        """Return the host blocks of `keys`, all of which must be here."""
         return tuple([self._host.table(-self._kept[key].number)[0] for key in keys])
 
     def read(self, keys: tuple[BlockKey, ...]) -> None:

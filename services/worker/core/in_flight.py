@@ -25,7 +25,7 @@ class InFlightBatch:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, if it samples
+        self.shares: list[tuple[Sequence, int, bool]] = []  # (sequence, tokens with KV afterwards, whether it samples)
         self.chunked: list[Sequence] = []  # sequences with a prompt chunk in this batch
         self.sampled_count = 0
         self.has_safepoints = False  # True: may be preempted within its step

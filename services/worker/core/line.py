@@ -24,7 +24,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self.count = 0
         self.token_count = 0
-        self.callers: Counter[int] = Counter()  # caller -> number of its online sequences, if any
+        self.callers: Counter[int] = Counter()  # caller -> number of its waiting online sequences, if any
         self._classes: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
 
     def __iter__(self) -> Iterator[Sequence]:

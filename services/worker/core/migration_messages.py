@@ -6,10 +6,10 @@ one span of KV, so no KV arrives without reserved blocks. The last span is sent 
 sequence. Every message has the migration's number, which is unique in the cluster and never reused, so late messages
 have no effect.
 
-KV goes from stage to stage (`core.spans`). A leader tells its stages what to send (`Give`) and what to receive (`Take`,
-`Stop`, `Keep`) in order with batches. Every stage therefore reads a block before a later batch frees it, and reserves
-only blocks that an earlier batch has freed. Each `Take` is answered by `Ready`, when blocks are reserved, and then by
-`Landed`; or by `Landed` alone.
+KV is sent from stage to stage (`core.spans`). A leader tells its stages what to send (`Give`) and what to receive
+(`Take`, `Stop`, `Keep`) in order with batches. Every stage therefore reads a block before a later batch frees it, and
+reserves only blocks that an earlier batch has freed. Each `Take` is answered by `Ready`, when blocks are reserved, and
+then by `Landed`; or by `Landed` alone.
 """
 
 from dataclasses import dataclass
@@ -168,7 +168,7 @@ class HandOverNow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Outcome of a migration from its source's view."""
+    """Outcome of a migration, as its source sees it."""
 
     migration_id: MigrationId
     sequence_id: SequenceId

@@ -331,8 +331,8 @@ class Mover:
     # ------------------------------------------------------------ dropped layers
 
     def retire(self) -> int:
-        """Copy the block tables for the dropped layers, while the book is still that of the old layout. Returns the
-        number of blocks that these layers need.
+        """Copy the block tables for the dropped layers, before the book changes to the new layout. Returns the number
+        of blocks that these layers need.
         """
         self._is.retired = self._is.book.copy()
         self._is.retired.forget_numbers()

@@ -1,4 +1,4 @@
-"""The plan of a transition, one worker's part in it, and the KV that has to move.
+"""The plan of a transition, each worker's part, and the KV that has to move.
 
 The KV of (sequence, layer) moves if and only if the layer's holder changes.
 """

@@ -69,7 +69,7 @@ class PrefixIndex:
         self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # numbers of its first blocks; None: not numbered
         self._begun: list[Sequence] = []  # sequences that have taken blocks but are in no plan yet
         self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
-        self.shared_count = 0  # blocks saved by sharing: how many more are needed if each sequence has its own
+        self.shared_count = 0  # blocks saved by sharing: how many more would be needed if each sequence had its own
         self.queried_tokens_total = self.hit_tokens_total = 0  # tokens of online sequences at their first admission
         self.host_hit_tokens_total = 0  # part of the hits that were copied from the host
         # For the next batch:
@@ -211,7 +211,7 @@ class PrefixIndex:
 
     def take(self, sequence: Sequence, from_host: int = 0) -> int:
         """Admit a sequence with its cached blocks; `from_host` more are copied back from the host. Returns how many of
-        the blocks other sequences hold already, which need no room.
+        these blocks other sequences already hold, so that they need no room.
         """
         if not self._closed:
             self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)  # waiting sequences need its keys
@@ -295,7 +295,7 @@ class PrefixIndex:
         self.new_marks += marks[first:]
 
     def _note_named(self, sequence: Sequence, first: int, count: int) -> None:
-        """Record that `count` blocks of the sequence's table, from `first` on, were given the latest numbers."""
+        """Record that `count` blocks of the sequence's table, from `first` on, have received the latest numbers."""
         if count:
             self._named.append(NamedBlocks(sequence.sequence_id, first, self._last_number - count + 1, count))
 
@@ -380,7 +380,8 @@ class PrefixIndex:
     def forget_all(self, running: list[Sequence]) -> int:
         """Forget all numbers because the group changes. Stages do the same independently, and running sequences get no
         numbers until their KV is on the new stages. Blocks that running sequences share stay shared, under negative
-        numbers, which are never matched, sent to stages or retained. Returns the increase of the number of held blocks.
+        numbers, which are never matched, sent to stages or retained. Returns by how much the number of held blocks
+        grows.
         """
         shared_count = self.shared_count
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}

@@ -68,7 +68,7 @@ class RequestTable:
         group_scheduler.enter(sequence, at_s, waits=waits)
 
     def _watch(self, sequence: Sequence) -> None:
-        """Add the sequence's deadline to those that are checked."""
+        """Register the sequence's deadline, so that it is checked."""
         if sequence.deadline_at_s is not None:
             self._deadlines.add(sequence.deadline_at_s, sequence.sequence_id)
             self._deadlines.tidy(self.live)

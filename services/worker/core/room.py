@@ -93,7 +93,7 @@ class GroupRoom:
 
     def capacity(self, now_s: float, *, ends: bool = False) -> CapacityChanged:
         """Return the capacity for the leader's core. `ends`: the group is about to end."""
-        if self.leading is not None and self.leading.waiting_ids:  # swapping begins when all of these have room
+        if self.leading is not None and self.leading.waiting_ids:  # swapping begins when none waits for room
             change = self.leading.capacity(now_s, self.counts)
         else:
             change = CapacityChanged(now_s, self.smallest, before_block_count=self._before_block_count)

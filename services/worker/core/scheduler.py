@@ -101,8 +101,8 @@ class Scheduler(GroupCounts):
 
     def admit(self, at_s: float, completed_step_id: int, *, offline: bool = True) -> list[Sequence]:
         """Admit the head of the queue while it fits. No sequence overtakes the head, so it cannot starve. Returns the
-        preempted sequences, none of which is in a batch after `completed_step_id`. `offline`: whether offline sequences
-        may be admitted.
+        preempted sequences; sequences in a batch after `completed_step_id` are not preempted. `offline`: whether
+        offline sequences may be admitted.
         """
         yielded: list[Sequence] = []
         if not self.line.count and not self.line.offline_count and not self.swap.entries:
@@ -159,7 +159,7 @@ class Scheduler(GroupCounts):
         return first, keys if self.swap.brings_within(len(keys), computing_s) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
-        """Number of blocks that the sequence needs and no other holds, once those in `without` are preempted."""
+        """Number of blocks that the sequence needs and no other one holds once those in `without` are preempted."""
         need = self.need(sequence)
         if sequence.state is SequenceState.SWAPPED or not (numbers := self.prefixes.match(sequence)):
             return need
@@ -248,8 +248,8 @@ class Scheduler(GroupCounts):
         bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """Return the next online sequence to admit, waiting or swapped out, in the order of service. If the caller of
-        the first waiting one holds far more blocks than another caller, the latter's first of that class replaces it.
+        """Return the online sequence to admit next, waiting or swapped out, in the order of service. If the caller of a
+        waiting one holds far more blocks than another caller, return the other caller's first one of that class.
         """
         waiting = self.line.online
         if waiting is not None and len(self.line.callers) > 1:
@@ -301,7 +301,7 @@ class Scheduler(GroupCounts):
             self.prefixes.fit(0 if waits else self.free_block_count - wanted_block_count)
 
     def forget_prefixes(self) -> None:
-        """Drop all prefix numbers, which the stages do independently; see `PrefixIndex.forget_all`."""
+        """Drop all prefix numbers. The stages drop theirs independently; see `PrefixIndex.forget_all`."""
         self.reserved_block_count += self.prefixes.forget_all(self.running)
 
     def stranded(self) -> list[Sequence]:

@@ -108,13 +108,13 @@ class Sequence:
         self.stop = stop
         self.ahead = self._ahead()
         self.state = SequenceState.WAITING
-        self.computed_tokens = 0  # number of its first tokens with KV in the cache
-        self.dispatched_tokens = 0  # number of its first tokens with KV once its batches in flight have completed
+        self.computed_tokens = 0  # number of leading tokens with KV in the cache
+        self.dispatched_tokens = 0  # number of leading tokens with KV once its batches in flight have completed
         self.reserved_block_count = 0
         self.reserved_tokens = 0  # capacity of its reserved blocks
         self.step_id = 0  # step of the last batch that it was in
         self.in_engine = False  # True: a batch of this leader has added it, and none has removed it
-        self.on_stages = False  # stages hold state or blocks for it, and must be notified when it leaves
+        self.on_stages = False  # True: stages hold state or blocks of it, and must be notified when it is removed
         self.snapshot: SequenceSnapshot | None = None  # set for KV whose request has not arrived
         self.may_overfill = False  # True: admitted before it entered the queue, so the queue's bound does not apply
         self.first_token_at_s: float | None = None  # when this attempt's first token was sampled
@@ -134,7 +134,7 @@ class Sequence:
 
     @property
     def planned_tokens(self) -> int:
-        """Number of the first tokens that have KV or are in a batch."""
+        """Number of leading tokens that have KV or are in a batch."""
         return max(self.computed_tokens, self.dispatched_tokens)
 
     @property

@@ -12,7 +12,7 @@ from services.worker.core.blocks import Table
 class SequenceSnapshot:
     sequence_id: SequenceId  # key of its blocks on the stages
     request_id: RequestId
-    computed_tokens: int  # number of its first tokens with KV on the stages; 0: no KV is sent
+    computed_tokens: int  # number of leading tokens with KV on the stages; 0: no KV is sent
     checksum: int  # CRC-32 of these token ids, compared before the KV is used
     token_count: int  # prompt and output
     priority: PriorityClass

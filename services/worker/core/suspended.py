@@ -14,7 +14,7 @@ from services.worker.core.sequence import Sequence, SequenceState
 
 
 class Suspended(dict[SequenceId, Sequence]):
-    """The suspended sequences by id, including those that have ended meanwhile."""
+    """The suspended sequences by id. A sequence that ends while it is suspended stays in the table."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Suspended(dict[SequenceId, Sequence]):
         self.arrived.discard(sequence.sequence_id)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Remove a sequence with its reservation. It needs its blocks no longer, and no write into them is under
-        way.
+        """Remove a sequence with its reservation. It no longer needs its blocks, and no write into
+        them is under way.
         """
         self.leave(sequence)
         self._unreserve(sequence)

@@ -119,7 +119,7 @@ class SwapSpace:
 
     @property
     def leaving_block_count(self) -> int:
-        """Device blocks of sequences being swapped out, which will soon be free."""
+        """Number of device blocks of sequences being swapped out, which will soon be free."""
         return sum(s.reserved_block_count for s in self._in(SwapPhase.LEAVING))
 
     @property
@@ -207,8 +207,8 @@ class SwapSpace:
         entry.phase, entry.copied_count = SwapPhase.AWAY, 0
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Complete all copies ordered so far, before a step. Returns the sequences that are now swapped out, and those
-        that are now swapped in.
+        """Complete all copies ordered so far, before a step. Returns the sequences that are now swapped out and the
+        sequences that are now swapped in.
         """
         complete = [entry for entry in self.entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is SwapPhase.LEAVING]
@@ -265,7 +265,7 @@ class SwapSpace:
         return block_count > 0 and bringing_s(self._pace, block_count) < seconds
 
     def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
-        """Order copies of these prefix blocks into the sequence's table, from block `first` on."""
+        """Order copies of the prefix blocks `keys` into the sequence's table, from block `first` on."""
         entry = self.entries[sequence.sequence_id] = _SwapEntry(sequence, len(keys), first, keys)
         entry.phase = SwapPhase.RETURNING
         sequence.dispatched_tokens = (first + len(keys)) * self._block_tokens  # counted as computed from now on
@@ -276,7 +276,7 @@ class SwapSpace:
         return bool(self.entries[sequence.sequence_id].keys)
 
     def keep(self, orders: SwapOrders, index: PrefixIndex) -> SwapOrders:
-        """Add copies of retained blocks to a computing step, as many as it hides."""
+        """Add copies of retained blocks to a step that computes, as many as overlap with it."""
         budget = self.budget_blocks - orders.block_count
         room = self._limit - self._host.used_count + self.prefixes.removable_count
         if room <= 0:

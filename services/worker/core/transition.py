@@ -90,7 +90,7 @@ class Transition(TransitionState):
 
     @property
     def takes_checksums(self) -> bool:
-        """True while checksums of the layers to be dropped are computed. These layers must not be moved meanwhile."""
+        """True while checksums of the layers to be dropped are computed, during which the layers must not be moved."""
         return self.state is State.PREPARING and not (self.part.dissolves or self.memory_ready)
 
     @property

@@ -99,8 +99,8 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakenUp:
-    """Memory and role are those of the new layout. `own_victims`: sequences that this worker led before and continues
-    to lead. `draining`: the old group, in a restore.
+    """Memory and role have been changed to the new layout. `own_victims`: sequences that this worker led before and
+    continues to lead. `draining`: the old group, in a restore.
     """
 
     at_s: float
@@ -162,7 +162,7 @@ class RoomGranted:
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
     """From the old leader: every batch of the old group has been sent. `kept`: if a stage was lost, the leader's
-    sequences with their tokens in completed batches; all other KV belongs to lost batches.
+    sequences with their tokens of completed batches. All other KV is dropped, because it belongs to lost batches.
     """
 
     at_s: float
@@ -332,7 +332,7 @@ class CloseSeat:
 
 @dataclass(frozen=True, slots=True)
 class SendHandover:
-    """Send the handover, with the sequences that go to this leader's group."""
+    """Send the handover, with the sequences that move to this leader's group."""
 
     epoch: Epoch
     to: WorkerId

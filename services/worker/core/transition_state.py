@@ -304,14 +304,14 @@ class TransitionState:
         return set(self.part.rosters_from) - self.lost
 
     def _nothing_travels(self) -> bool:
-        """True if no transfer is under way: every new leader has sent at least one roster, and all KV on it has
-        arrived.
+        """True if no transfer is under way: every new leader has sent at least one roster, and all KV of its sequences
+        has arrived.
         """
         on_its_way = self._outgoing or self._incoming or self._stages_missing
         return not on_its_way and self._rosters_from <= self.waves.keys()
 
     def _waves_to_leave(self) -> list[tuple[WorkerId, int]]:
-        """Leaders with further waves, each with the wave that has ended here but was not reported to it."""
+        """New leaders with further waves, each with its wave that has ended here but was not reported to it yet."""
         going_on = [leader for leader in self.part.rosters_from if leader not in self.closed]
         waves = [(leader, self.waves[leader] - 1) for leader in going_on if leader in self.waves]
         return [(leader, wave) for leader, wave in waves if self._waves_left.get(leader, -1) != wave]

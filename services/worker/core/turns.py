@@ -182,7 +182,7 @@ class Turns(ABC):
             yield
 
     def step(self) -> Iterator[None]:
-        """Form and run at most one batch, then let the next turn begin, so that events do not wait until a pipeline is
+        """Form and run at most one batch. The next turn then begins, so that events need not wait until a pipeline is
         full.
         """
         formed = self._form() if self.may_step or not self._launched else None

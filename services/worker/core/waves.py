@@ -38,13 +38,13 @@ _SPARE_BLOCKS = 1  # per sequence of a wave, for tokens that it generates while 
 
 @dataclass(frozen=True, slots=True)
 class MovedSequence:
-    """A sequence to be moved, from the view of its new leader."""
+    """A sequence to be moved, as its new leader sees it."""
 
     victim: Victim
     rank: int  # rank of its priority class; a higher rank is less important
     arrival: tuple[float, SequenceId]
     need_blocks: int  # blocks on every stage of the group once admitted, without those in `shared`
-    held_blocks: int  # blocks on each of `holders` before that, without those in `shared`
+    held_blocks: int  # blocks on each of `holders` until it is admitted, without those in `shared`
     holders: frozenset[WorkerId]  # stages of the group on which it has blocks already
     shared: frozenset[BlockNumber] = frozenset()  # blocks counted once on every stage, even while it waits
 
@@ -63,7 +63,7 @@ def standing_of(
     size: int,
     shared: Collection[BlockNumber] = (),
 ) -> MovedSequence:
-    """Return the victim from the view of its new leader. `members`: of the new group; `size`: tokens of a block."""
+    """Return the victim as its new leader sees it. `members`: of the new group; `size`: tokens of a block."""
     old = members_of(group_of(plan.base, victim.old_leader))
     held_blocks = blocks_for(victim.computed_tokens, size) - len(shared)
     need_blocks = max(need_blocks - len(shared), held_blocks)
@@ -318,8 +318,8 @@ class Leading:
         return shared_numbers(() if self._part.lost else victims, self._plan.epoch)
 
     def _without_kv(self, victims: Iterable[Victim], lacking: Collection[SequenceId]) -> frozenset[SequenceId]:
-        """Return the ids of own sequences whose lost KV a stand-in cannot compute, because it has no adapters, and one
-        engine has to compute all logprobs of a prompt.
+        """Return the ids of own sequences whose lost KV a stand-in cannot compute: those in `lacking`, those with an
+        adapter, which it does not have, and those whose prompt logprobs one engine has to compute.
         """
         if not self._part.lost:
             return frozenset()

@@ -1,8 +1,8 @@
 """The core of a worker: requests in, batches and tokens out.
 
 The core owns every sequence from its submission until it ends or another leader takes it over. Its group's scheduler
-(`core.group_scheduler`) decides which sequences run when. While a group dissolves there are two schedulers: that of the
-current group, which takes new requests, and that of the draining group. No clock, no threads, no tensors. The caller
+(`core.group_scheduler`) decides which sequences run when. While a group dissolves there are two schedulers: one of the
+current group, which takes new requests, and one of the draining group. No clock, no threads, no tensors. The caller
 calls `handle` from one thread, requests a batch when the first stage is free, and reports steps in order.
 
 A request that can never run is refused at once. A sequence that outgrows the whole KV cache ends with ERROR, not
@@ -243,7 +243,7 @@ class WorkerCore:
             self._close_leaving()
 
     def _close_leaving(self) -> None:
-        """Remove the draining group, if any, and add its counters to those of closed groups."""
+        """Remove the draining group, if any, and add its counters to the totals of closed groups."""
         if (group_scheduler := self.leaving) is None:
             return
         in_flight = group_scheduler.batches_in_flight
@@ -277,7 +277,7 @@ class WorkerCore:
 
     @property
     def has_work(self) -> bool:
-        """True if a batch may be requested. With others in flight, there may still be none to run."""
+        """True if a batch may be requested. While other batches are in flight, there may still be none to run."""
         return True in [each.has_work for each in self._group_schedulers]  # a generator would take longer
 
     @property
@@ -468,7 +468,7 @@ class WorkerCore:
     # ---------------------------------------------------------------- steps
 
     def _form(self, at_s: float) -> Execute | Removed | None:
-        """Form a batch; the groups alternate."""
+        """Form a batch for one of the groups, in alternation."""
         self._expire(at_s)
         if len(self._group_schedulers) == 1:
             self.group_scheduler.demand_place()

@@ -5,7 +5,7 @@ on a message. A real GPU's host has its own processors. A step therefore counts 
 the ideal end of the previous step, or at the ideal arrival of the message that it waited for, which the message
 contains. Delays above `MOST_S` are not compensated, because the worker may have been idle.
 
-All times are those of `time.monotonic`, which the processes of a machine share.
+All times are from `time.monotonic`, a clock that the processes of a machine share.
 """
 
 import time

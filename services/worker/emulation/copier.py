@@ -29,7 +29,7 @@ def copy_marks(copy: BlockCopy, layer: int, area: Area, host: HostMarks) -> None
 
 
 def one_way(copies: Sequence[BlockCopy], layer_count: int) -> int:
-    """Return the number of blocks in the direction with more of them, because both directions run concurrently."""
+    """Return the larger block count of the two directions, because both run concurrently."""
     counts = [0, 0]
     for copy in copies:
         counts[copy.out] += len(copy.device_blocks) * layer_count

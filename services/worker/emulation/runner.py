@@ -173,7 +173,7 @@ class Marks:
         known.hash, known.position, known.before = mark, end, (*before, left)
 
     def _check_layers(self, layers: range) -> None:
-        """Verify each layer's parameters, once per layout, because they are not written to meanwhile."""
+        """Verify each layer's parameters, only once per layout because they are not written to afterwards."""
         if not self._checked_layers.issuperset(layers):
             parameters = self._memory.parameters
             fresh = [i for i in layers if i not in self._checked_layers]

@@ -391,10 +391,10 @@ def _has_fp8(device: torch.device) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> Capability:
-    """The device's compute capability. On a CPU, where kernels are interpreted, that of sm_100."""
+    """The device's compute capability. On a CPU, where kernels are interpreted, (10, 0)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (10, 0)
 
 
 def power_of_two(value: int) -> int:
-    """Smallest power of two not below the value."""
+    """Smallest power of two that is at least `value`."""
     return 1 << (value - 1).bit_length()

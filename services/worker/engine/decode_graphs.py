@@ -23,6 +23,7 @@ from services.worker.engine.packing import PackedStep
 
 _MOST_ROWS = 512
 _MOST_RANGES = 4  # in addition to all layers; limited because a recording takes some MiB of device memory
+_UNUSED_CALLS = 1000  # calls after which a range may be replaced; others run without graphs until then
 
 
 class Record(Protocol):
@@ -86,10 +87,12 @@ class DecodeGraphs:
         self._model, self._record = model, record
         self._staged = StagedDecodes(attention, rows, longest, block_tokens)
         self._whole = range(model.layer_count)
-        self._replays: dict[range, dict[int, Callable[[], None]]] = {}
+        self._replays: dict[range, dict[int, Callable[[], None]]] = {self._whole: {}}
+        self._calls = 0
+        self._called: dict[range, int] = {}  # ranges other than all layers, by their last calls
         with torch.inference_mode():
             self._hidden_TD = model.embed(self._staged.token_ids_T[:rows], self._staged.positions_T[:rows])
-            model.reserve(max(tokens, rows))  # graphs contain the buffers' addresses, so the buffers may not grow later
+            model.reserve(max(tokens, rows))  # graphs contain the buffers' addresses
             for size in reversed(self._sizes):
                 try:
                     self._run(self._whole, size, base_block=0)
@@ -105,7 +108,7 @@ class DecodeGraphs:
         step.
         """
         rows = step.row_count
-        if step.chunks or rows > self._sizes[-1] or not self._staged.fill(step):
+        if step.chunks or rows > self._sizes[-1] or not self._has_room(layers) or not self._staged.fill(step):
             return None
         if hidden_TD is not None:
             self._hidden_TD[:rows].copy_(hidden_TD)
@@ -113,15 +116,26 @@ class DecodeGraphs:
         result_TD = self._hidden_TD[:rows]
         return result_TD if layers.stop == self._whole.stop else result_TD.clone()
 
+    def _has_room(self, layers: range) -> bool:
+        """True if the range has graphs or may get some, in place of those of a range that is not in use any more.
+        Safepoints divide batches into many ranges.
+        """
+        self._calls += 1
+        if layers != self._whole:
+            if layers not in self._called and len(self._called) >= _MOST_RANGES:
+                oldest = next(iter(self._called))
+                if self._calls - self._called[oldest] <= _UNUSED_CALLS:
+                    return False
+                del self._called[oldest], self._replays[oldest]
+            self._called.pop(layers, None)
+            self._called[layers] = self._calls
+            self._replays.setdefault(layers, {})
+        return True
+
     def _run(self, layers: range, rows: int, base_block: int) -> None:
         """Replay the graph for this range and number of rows; record it first if it does not exist. `base_block` must
         be mapped.
         """
-        if layers not in self._replays:
-            others = [known for known in self._replays if known != self._whole]
-            if len(others) >= _MOST_RANGES:
-                del self._replays[others[0]]  # the oldest
-            self._replays[layers] = {}
         replays = self._replays[layers]
         if rows in replays:
             replays[rows]()

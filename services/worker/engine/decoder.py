@@ -212,7 +212,7 @@ def _attend_paged(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`transformers`' `AttentionInterface`: in the inputs heads come before rows, in the output rows before heads."""
+    """`transformers`' `AttentionInterface`: inputs are [heads, rows], the output is [rows, heads]."""
     decoder = _running.decoder
     run: LayerRun = decoder.run
     assert run.attention is not None

@@ -1,7 +1,7 @@
 """Describes how a worker would serve a checkpoint, from its config.json: python -m services.worker.engine.describe DIR
 
 Prints one JSON object: the fields of `Description`, or `refused` with the reason. Reads no tensors. For a quantised
-model whose weight files are missing, sizes are those of the dense model.
+model whose weight files are missing, the sizes of the dense model are printed.
 """
 
 import argparse

@@ -18,8 +18,8 @@ OFF = "off"
 def load(
     served: Implementation, memory: DeviceMemory, compute_here: Callable[[], None], model_dir: Path, setting: str
 ) -> SharedCopy | None:
-    """Fill all parameters. Returns the host copy that was used or made, or None if parameters came from the checkpoint
-    and no copy was made. `setting`: value of --host-copy.
+    """Fill all parameters. Returns the host copy that was used or made, or None if parameters were read from the
+    checkpoint and no copy was made. `setting`: value of --host-copy.
 
     Raises:
         ConfigError: the checkpoint does not match its config.json, or the setting is invalid.

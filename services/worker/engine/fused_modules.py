@@ -21,7 +21,9 @@ _Forward = Callable[..., Any]
 
 
 def fuse(model: nn.Module, packed: Container[str], kernels: Kernels, active: Callable[[], bool]) -> None:
-    """Let the kernels compute modules of known kinds, whenever `active`. `packed`: parameters that stay quantised."""
+    """Let the kernels compute modules of known kinds, whenever `active()` is true. `packed`: parameters that stay
+    quantised.
+    """
     rotating: dict[type, FunctionType] = {}
     for name, module in model.named_modules():
         kind = type(module)

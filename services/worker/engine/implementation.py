@@ -41,7 +41,7 @@ class StageModel(Protocol):
     def layer_count(self) -> int: ...
 
     def reserve(self, rows: int) -> None:
-        """Size the buffers for `rows` rows. They keep their addresses unless a step has more."""
+        """Size the buffers for `rows` rows. Where graphs are recorded, they keep their addresses from then on."""
         ...
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:

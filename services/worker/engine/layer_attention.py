@@ -35,11 +35,11 @@ class LayerKind:
     value_dim: int
     scale: float  # factor on the product of a query and a stored key
     window: int | None = None  # number of tokens visible to a token, itself included
-    chunk: int | None = None  # chunked attention: tokens from the last multiple of this on are visible
+    chunk: int | None = None  # size of the chunks of chunked attention: a token sees only tokens of its own chunk
     soft_cap: float | None = None
     has_sinks: bool = False
     key_scale: float = 1.0  # keys are divided by it when they are stored
-    value_scale: float = 1.0  # likewise; outputs are multiplied by it
+    value_scale: float = 1.0  # values are divided by it when they are stored; outputs are multiplied by it
 
     @property
     def token_elements(self) -> int:
@@ -229,7 +229,7 @@ class _TorchStep:
 
     def _buckets(self, kind: LayerKind, element_bytes: int) -> list[tuple[int, int]]:
         """Ranges of decodes gathered together, limited in size and in padding. Decodes are sorted by ascending context
-        length; the bucket of the longest ones comes first.
+        length; the bucket of the longest ones is first.
         """
         contexts_S = self._step.decode_contexts_S
         found: list[tuple[int, int]] = []

@@ -82,7 +82,7 @@ class Engine:
 
     def read_layer(self, layer: int) -> bool:
         """Reload a layer's parameters from the copy in host memory (True), or else from the checkpoint (False).
-        Callable from any thread; the layer must not be executed meanwhile.
+        Callable from any thread; the layer must not be executed while it is read.
         """
         if self.host_copy.fill(self.memory.parameters, layer):
             return True

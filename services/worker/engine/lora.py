@@ -1,8 +1,9 @@
 """LoRA adapters in memory: they add `(x @ A.T) @ B.T` to the rows of sequences that use one.
 
 Every member of a group keeps all layers of every adapter, a few MiB each, whichever layers it computes, so that drops
-and restores do not affect adapters. Ranks divide an adapter as they divide the module: B by outputs, or A by inputs,
-whose products are summed with those of the module. Legend: R rows of one adapter among the T rows of a step.
+and restores do not affect adapters. Ranks divide an adapter as they divide the module: B by outputs, or A by inputs.
+Partial products of a divided A are summed over the ranks together with the module's. Legend: R rows of one adapter
+among the T rows of a step.
 """
 
 from collections.abc import Iterable, Sequence

@@ -52,7 +52,7 @@ class _AdaptedLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Memory for as many rows as the largest step so far."""
+    """Memory for as many rows as were reserved, or else as the largest step so far."""
 
     qkv: torch.Tensor
     attended: torch.Tensor
@@ -89,6 +89,7 @@ class Model:
         dtype, device = self._embedding_VD.dtype, self._embedding_VD.device
         self._operations = operations_for(config, max_model_len, dtype, device)
         self._buffers = self._make_buffers(rows=1)
+        self._keeps_buffers = False
         self._lora: Lora | None = None
         self._adapted: list[_AdaptedLayer] = []
 
@@ -112,9 +113,10 @@ class Model:
         return len(self._layers)
 
     def reserve(self, rows: int) -> None:
-        """Size the buffers for `rows` rows. They are reallocated only if a step has more."""
-        if rows > self._buffers.qkv.shape[0]:
-            self._buffers = self._make_buffers(rows)
+        """Size the buffers for `rows` rows. They keep their addresses from then on, so that graphs may contain them: a
+        step with more rows, of a leader with a higher limit, uses buffers of its own.
+        """
+        self._buffers, self._keeps_buffers = self._buffers_for(rows), True
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, D] of the tokens, in fresh memory. First stage only."""
@@ -133,8 +135,10 @@ class Model:
         config, rows = self._config, hidden_TD.shape[0]
         hidden_TD = self._pad(hidden_TD)
         padded = hidden_TD.shape[0]
-        self.reserve(padded)
-        buffers, operations = self._buffers, self._operations
+        buffers, operations = self._buffers_for(padded), self._operations
+        if not self._keeps_buffers:
+            self._buffers = buffers
+        out_TD = buffers.added[:padded]
         buffers.attended[rows:padded].zero_()  # attention does not write padding rows; keep them finite
         rotation = operations.rotation(positions_T)
         added_TD: torch.Tensor | None = None
@@ -154,14 +158,14 @@ class Model:
             )
             adapted = self._adapted[index] if lora is not None else None
             added_TD = self._project(
-                buffers.attended[:padded], layer.output, layer.output_bias, adapted and adapted.output
+                buffers.attended[:padded], layer.output, layer.output_bias, adapted and adapted.output, out_TD
             )
             normed_TD = operations.norm(hidden_TD, added_TD, layer.mlp_norm_D)
             gate_up = self._linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffers.gate_up[:padded])
             if lora is not None:
                 lora.add_to(self._adapted[index].gate_up, normed_TD, gate_up)
             activated_TI = operations.activate(gate_up)
-            added_TD = self._project(activated_TI, layer.down, layer.down_bias, adapted and adapted.down)
+            added_TD = self._project(activated_TI, layer.down, layer.down_bias, adapted and adapted.down, out_TD)
         return hidden_TD[:rows] if added_TD is None else hidden_TD.add_(added_TD)[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -171,10 +175,15 @@ class Model:
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
 
     def _project(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, adapted: Product | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        adapted: Product | None,
+        out_TD: torch.Tensor,
     ) -> torch.Tensor:
         """Output projection to the hidden size."""
-        projected = self._linear(x, weight, bias, self._buffers.added[: x.shape[0]])
+        projected = self._linear(x, weight, bias, out_TD)
         if self._lora is not None and adapted is not None:
             self._lora.add_to(adapted, x, projected)
         if self._sum_over_ranks is not None:
@@ -185,6 +194,9 @@ class Model:
         """Pad with rows of zeros if that avoids compiling kernels for another number of rows."""
         added = padded_rows(hidden_TD.shape[0]) - hidden_TD.shape[0] if hidden_TD.device.type == "cpu" else 0
         return F.pad(hidden_TD, (0, 0, 0, added)) if added else hidden_TD
+
+    def _buffers_for(self, rows: int) -> _Buffers:
+        return self._buffers if rows <= self._buffers.qkv.shape[0] else self._make_buffers(rows)
 
     def _make_buffers(self, rows: int) -> _Buffers:
         like, layer = self._embedding_VD, self._layers[0]

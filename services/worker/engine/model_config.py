@@ -51,7 +51,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelFacts):
-    """Configuration of a model; with tensor parallelism, heads and the MLP's inner size are those of one rank."""
+    """Configuration of a model; with tensor parallelism, heads and the MLP's inner size are per rank."""
 
     hidden_size: int
     intermediate_size: int

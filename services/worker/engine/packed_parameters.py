@@ -78,13 +78,14 @@ def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedP
     shape[axis] //= division.count
     if block >= size:
         blocks[axis] = size // division.count
+    share = replace(packing, shape=tuple(shape), block=(blocks[0], blocks[1]))
     return PackedParameter(
-        replace(packing, shape=tuple(shape), block=(blocks[0], blocks[1])),
+        share,
         [
             replace(source, first_row=source.first_row // (division.count if axis == -2 else 1))
             for source in whole.sources
         ],
-        whole.multiplied,
+        whole.multiplied and scaled_products.fits(share, torch.bfloat16),
         RankShare(RankCut(axis, cut.parts // joined), division, block < size),
     )
 
@@ -92,8 +93,8 @@ def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedP
 def shares_of(
     parameters: Mapping[str, PackedParameter], cuts: Mapping[str, RankCut], division: Division
 ) -> dict[str, PackedParameter]:
-    """Parameters as one rank holds them: its shares of those in `cuts`, and all others whole. Parameters in `cuts` that
-    cannot be divided are left out.
+    """Parameters as one rank holds them: its shares of the parameters in `cuts`, and all others whole. Parameters in
+    `cuts` that cannot be divided are left out.
     """
     found = {n: divided(p, cuts[n], division) if n in cuts else p for n, p in parameters.items()}
     return {name: parameter for name, parameter in found.items() if parameter is not None}

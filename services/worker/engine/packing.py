@@ -76,7 +76,7 @@ class PackedStep:
 
     @property
     def base_block(self) -> int:
-        """A block that the step writes, hence mapped: kernels get a pointer to the cache at this block."""
+        """A block that the step writes, so it is mapped. Kernels get a pointer to the cache at this block."""
         return int(self.slots_T[0]) // self.block_tokens
 
     @property

@@ -61,7 +61,7 @@ def paged_attention(
     TILE_QUERIES: tl.constexpr,  # rows x GROUPS, padded
     TILE_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,  # True: tiles are decodes, whose contexts may be split
-    UNMASKED: tl.constexpr,  # True: a loop of its own, without masks, for the tokens that every row of a tile sees
+    UNMASKED: tl.constexpr,  # True: a separate loop, without masks, for the tokens that every row of a tile sees
     PRECISION: tl.constexpr,
 ):
     """Attention of tiles. One program per KV head and tile; with SPLITS a program loops over several tiles."""

@@ -9,7 +9,7 @@ import torch
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import NewSequence, SequenceId, Slice, TokenLogprobs
 
-_ROWS_AT_ONCE = 32  # rows of float64 logits in memory
+_ROWS_AT_ONCE = 32  # maximum rows whose float64 logits are in memory at once
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class PromptLogprobs:
                 self._take(prompt, part, hidden_TD[first_row : first_row + len(part.token_ids)])
 
     def with_prompt(self, sequence_id: SequenceId, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
-        """The logprobs of a generated token; if it is the first, with those of the prompt if these were requested.
+        """The logprobs of a generated token. The first one also gets the prompt's logprobs, if requested.
 
         Raises:
             InvariantViolation: tokens of the prompt were not computed.
@@ -60,7 +60,7 @@ class PromptLogprobs:
     def _take(self, prompt: _Prompt, part: Slice, hidden_CD: torch.Tensor) -> None:
         first = part.first_position + 1  # position predicted by the first row
         if first > len(prompt.known):
-            raise InvariantViolation(f"a prompt with {len(prompt.known)} logprobs goes on at {first}")
+            raise InvariantViolation(f"a prompt with {len(prompt.known)} logprobs continues at {first}")
         del prompt.known[first:]
         predicted = prompt.token_ids[first : first + len(part.token_ids)]
         for at in range(0, len(predicted), _ROWS_AT_ONCE):

@@ -14,6 +14,7 @@ from services.worker.engine.runner import ModelRunner
 
 # Sampling parameters that need the most memory (logprobs keep the logits of every row) and all kernels of a GPU.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1, repetition_penalty=1.1, logit_bias={0: 0.0})
+_UNCHANGED = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # logits are drawn from in the model's dtype
 _Tables = list[tuple[int, ...]]
 
 
@@ -66,12 +67,15 @@ def _steps(largest: Largest, block_count: int, longest: int, block_tokens: int) 
     yield _step([(0, length) for length in chunks], tuple(range(block_count)))
     # Decodes with the longest possible contexts, which repeat one block: they are split, and the parts need memory.
     yield _step([(longest - 1, 1)] * min(largest.sequences, largest.tokens), (0,) * -(-longest // block_tokens))
+    yield _step([(0, 1)], (0,), _UNCHANGED)
 
 
-def _step(shares: list[tuple[int, int]], table: tuple[int, ...]) -> tuple[Batch, _Tables]:
+def _step(
+    shares: list[tuple[int, int]], table: tuple[int, ...], sampling: SamplingParams = _SAMPLING
+) -> tuple[Batch, _Tables]:
     """A batch with one sequence per share, given as (tokens before it, tokens computed), and its block tables."""
     slices = tuple(Slice(i, before, (0,) * length, True) for i, (before, length) in enumerate(shares))
-    added = tuple(NewSequence(i, (0,) * length, (), _SAMPLING) for i, (_, length) in enumerate(shares))
+    added = tuple(NewSequence(i, (0,) * length, (), sampling) for i, (_, length) in enumerate(shares))
     return Batch(0, (), added, slices), [table] * len(shares)
 
 

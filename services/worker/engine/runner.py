@@ -102,8 +102,9 @@ class ModelRunner:
     ) -> StepResult | torch.Tensor:
         """Execute the layers `[first_layer, last_layer)` of a batch.
 
-        `hidden_TD` comes from the previous stage and is overwritten; None for the first stage. Rows have the same order
-        on every stage, as it follows from the slices alone. Returns the hidden states, or the result on the last stage.
+        `hidden_TD` is the output of the previous stage and is overwritten; None for the first stage. Rows have the same
+        order on every stage, as it follows from the slices alone. Returns the hidden states, or the result on the last
+        stage.
 
         `block_tables` is aligned with the batch's slices; each covers at least the slice's last token. A table that is
         the same object as in the previous step is taken to be unchanged.
@@ -257,7 +258,7 @@ class ModelRunner:
         )
 
     def forget_all(self) -> None:
-        """Remove all sequences, because the batches that follow come from another leader, which adds its own."""
+        """Remove all sequences, because the following batches are from another leader, which adds its own sequences."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)

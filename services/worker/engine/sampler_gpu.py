@@ -1,4 +1,4 @@
-"""Samples the next tokens on a GPU, with a few launches for all rows and a single wait. The rules are those of
+"""Samples the next tokens on a GPU, with a few launches for all rows and a single wait. The rules are the same as in
 `sampler`; draws differ by rounding only, since sums over a vocabulary have float32 terms here.
 
 Shapes: R rows that sample, V vocabulary, L rows with logprobs, H histories of penalised sequences.
@@ -192,7 +192,7 @@ class GpuSampler:
 
     @torch.inference_mode()
     def _write_histories(self) -> None:
-        """Write the histories of all sequences added since the last step at once."""
+        """Write the histories of the sequences that were added since the last step, all in one operation."""
         histories = np.fromiter(self._begun, np.int64, len(self._begun))
         tokens, values = zip(*self._begun.values(), strict=True)
         rows = np.repeat(histories, [len(each) for each in tokens])
@@ -248,6 +248,8 @@ class GpuSampler:
 
     def launch(self, rows: GpuRows, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> GpuChoosing:
         row_count, vocabulary = logits_RV.shape
+        if rows.edit_count or rows.penalised:
+            logits_RV = logits_RV.float()  # small changes would be lost by rounding
         there = iter(uploaded)
         numbers, wholes = next(there), next(there)
         masks = next(there) if rows.masked else wholes

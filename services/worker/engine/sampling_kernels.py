@@ -146,7 +146,9 @@ def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE:
 
 @triton.jit
 def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """The smallest bits at which the tokens' mass (with COUNTS: number) reaches the target. It must do so at `high`."""
+    """The smallest bits at which the tokens' mass (with COUNTS: number) reaches the target. The mass at `high` must
+    reach it.
+    """
     low = 0
     lanes = tl.arange(0, TILE)
     steps = tl.arange(0, PIVOTS)

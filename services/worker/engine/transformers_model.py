@@ -50,7 +50,8 @@ _TEST_ROWS = 16
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _FP8_TOLERANCE = 0.3  # of float8 KV, whose relative error is up to 1 / 16
 _WHOLES: tuple[Any, ...] = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
-# Models whose logits for text differ from those of their decoder's class, or that cannot generate text by themselves.
+# Models whose logits for text differ from the logits of their decoder's class, or that cannot generate text on their
+# own.
 _NOT_ITS_DECODER = {
     "aya_vision": "computes other logits for text than its decoder alone",
     "cohere2_vision": "computes other logits for text than its decoder alone",
@@ -135,8 +136,8 @@ class TransformersDecoder(Decoder):
         division: Division,
         kernels: Kernels | None,
     ) -> None:
-        """The model is sharded and quantised as `like` is, which is on the meta device. `division` provides the
-        all-reduce over the ranks.
+        """The model is sharded and quantised in the same way as `like`, a model on the meta device. `division` provides
+        the all-reduce over the ranks.
         """
         super().__init__(
             config, dtype, like.packed, like.cuts, division, gives_tuples=like.gives_tuples, kernels=kernels
@@ -274,7 +275,7 @@ class TransformersModel:
         ]
 
     def _divided(self, cuts: Mapping[str, RankCut]) -> Decoder:
-        """The model with this rank's share of the parameters. Updates `kinds` to those of the share."""
+        """The model with this rank's share of the parameters. Also updates `kinds` for this share."""
         shares = shares_of(self._packed, cuts, self._division)
         divided = Decoder(self._hf_config, self.dtype, shares, cuts, replace(self._division, sum=WHOLE.sum))
         count, whole = self._division.count, self.kinds
@@ -290,7 +291,9 @@ class TransformersModel:
         return divided
 
     def _stay_packed(self, cuts: Mapping[str, RankCut]) -> dict[str, PackedParameter]:
-        """Parameters that stay quantised; with several ranks, only those that can be sharded without dequantising."""
+        """Parameters that stay quantised. With several ranks, these are only parameters that can be sharded without
+        dequantising.
+        """
         config = quantisation_of(self._model_dir, read_json(self._model_dir / "config.json"))
         if config is None or not any(self._model_dir.glob("*.safetensors")):
             return {}
@@ -397,7 +400,7 @@ class TransformersModel:
         return None
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Compare logits of random tokens, computed in one range of layers, with those of `transformers`. Sets
+        """Compare logits of random tokens, computed in one range of layers, with the logits of `transformers`. Sets
         `pipelines` to False if the logits differ when computed in two ranges.
 
         Raises:

@@ -55,7 +55,7 @@ class Parts:
 
 
 def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype) -> Parts:
-    """Parts of a model on the meta device, in `dtype` except for those that its class keeps in float32."""
+    """Parts of a model on the meta device, in `dtype` except for tensors that its class keeps in float32."""
     plan = model._get_dtype_plan(dtype)
     wide = build_glob_alternation(list(plan))[0] if plan else None
     layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layer_count)]
@@ -76,7 +76,7 @@ def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype)
 
 def text_names(names: Iterable[str], base: str, *, within: bool = False) -> dict[str, str]:
     """Map tensor names of a text decoder, whose layers are under `base`, to names in the checkpoint. `within`: the
-    checkpoint is that of a multimodal model, whose other tensors are left out.
+    checkpoint is of a multimodal model, whose other tensors are left out.
     """
     found: dict[str, str] = {}
     for name in names:

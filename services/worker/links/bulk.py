@@ -316,7 +316,7 @@ class BulkSender:
         self._share = 1.0
         with self._changed:
             outgoing = self._state.transfers.get(grant.transfer)
-            if outgoing is None or grant.transfer not in self._schedule:  # cancelled meanwhile
+            if outgoing is None or grant.transfer not in self._schedule:  # cancelled while this thread waited
                 return
             size = self._writer.chunk_bytes(outgoing.pieces, grant.offset_bytes, grant.limit_bytes)
         if self._wire is not None and not self._wire.cross(size, self._free_since_s, self._config.keepalive_s):

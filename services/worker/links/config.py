@@ -99,5 +99,5 @@ class TransportConfig:
         )
 
     def frame_bytes(self, *, urgent: bool) -> int:
-        """Return the size of a posted receive, which is that of the largest frame that the peer may send."""
+        """Return the size of a posted receive: the size of the largest frame that the peer may send."""
         return HEADER_BYTES + (self.urgent_inline_bytes if urgent else self.bulk_inline_bytes)

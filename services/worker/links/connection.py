@@ -2,7 +2,7 @@
 
 A connection is opened for the first epoch that needs it and reused by later ones, because the same two workers share
 groups repeatedly. An epoch begins when both sides have sent `join`, in either order, and ends with a `leave`. Messages
-carry their epoch; those of an epoch that this side has not joined are refused.
+carry their epoch; messages of an epoch that this side has not joined are refused.
 """
 
 from __future__ import annotations
@@ -292,12 +292,12 @@ class Connection(ABC):
             self._idle_since_s = time.monotonic()
         if link is not None:
             self._end(link, LinkEnding(LinkState.CLOSED, "the peer has left its epoch"))
-            if abandoned:  # the notices have crossed: the peer believes that this side takes part
+            if abandoned:  # the notices have crossed: the peer believes that this side is in the epoch
                 self.tell(FrameKind.LEAVE, epoch)
 
     def close_if_idle(self) -> None:
         """Close the connection if it has had no epoch for `_IDLE_S`; called periodically. A peer that joins an epoch
-        meanwhile opens a new connection.
+        while it closes opens a new connection.
         """
         with self._changed:
             is_idle = not self._links and time.monotonic() - self._idle_since_s > _IDLE_S
@@ -311,8 +311,8 @@ class Connection(ABC):
             self._receiver.on_link_end(link, ending)
 
     def _take_links(self) -> list[Link]:
-        """Detach the links of this connection, which ends. Returns those whose receivers must be notified. Called with
-        the lock held.
+        """Detach the links of this connection because it ends. Returns the links whose receivers must be notified.
+        Called with the lock held.
         """
         shared = [link for _, link in sorted(self._links.items()) if link.met]
         for link in self._links.values():

@@ -12,5 +12,5 @@ class FrameKind(IntEnum):
     REFUSED = 6  # urgent, to the transfer's sender: the transfer is refused; meta has the reason
     KEEPALIVE = 7
     CLOSE = 8  # the last frame on its lane
-    JOIN = 9  # urgent: the sender takes part in this epoch from now on
+    JOIN = 9  # urgent: the sender is in this epoch from now on
     LEAVE = 10  # urgent: the sender no longer takes part; stream 1: it did not know that the receiver does

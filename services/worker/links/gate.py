@@ -29,7 +29,7 @@ class UrgentGate:
                 self._changed.notify_all()
 
     def wait_clear(self, until_s: float) -> None:
-        """Return when no urgent message is due, at the latest at `until_s`."""
+        """Wait until no urgent message is due, but at most until `until_s`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._reasons, timeout=max(until_s - time.monotonic(), 0))
 

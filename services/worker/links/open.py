@@ -59,7 +59,8 @@ def carrier_of(name: str, device_type: str) -> str:
 
 def device_bytes(name: str, device: str, ranks: int = 1) -> int:
     """Return the estimated maximum of device memory used by links and by NCCL, which is reserved in addition to
-    parameters and KV. `device`: as in the setting (cpu, cuda, cuda:1, cuda:auto). `ranks`: several sum over NCCL.
+    parameters and KV. `device`: as in the setting (cpu, cuda, cuda:1, cuda:auto). `ranks`: ranks of the instance;
+    several of them also use NCCL for all-reduces.
     """
     device_type = device.partition(":")[0]
     carrier = carrier_of(name, device_type)

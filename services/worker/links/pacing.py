@@ -1,4 +1,4 @@
-"""Decides which chunk of which transfer is sent next, or how long bulk is held back. No threads, clock or tensors.
+"""Decides which transfer sends the next chunk, or how long bulk is held back. No threads, clock or tensors.
 
 Chunks are ordered by class, then by rank, then by the fewest bytes sent of their transfer. Two limits prevent
 starvation: a waiting class may send one chunk after `patience_chunks` chunks of higher classes, and bulk as a whole may
@@ -26,7 +26,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """No chunk may be sent before `until_s`, unless urgent traffic has been sent earlier."""
+    """No chunk may be sent before `until_s`, unless all urgent traffic has been sent before that."""
 
     until_s: float
 
@@ -87,7 +87,7 @@ class BulkSchedule:
         self._hold_s = hold_s
         self._patience_chunks = patience_chunks
         self._entries: dict[int, _BulkEntry] = {}
-        self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes sent meanwhile
+        self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes since its last one
         self._holding_since_s: float | None = None
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from services.worker.links.pace import StagePace
 from services.worker.links.ports import ChannelBroken, ConnectionFacts
 from services.worker.links.rendezvous import Meeting, Rendezvous, call
 
-_WARMING_THREADS = 16  # so many that threads waiting for absent peers do not block others
+_WARMING_THREADS = 16  # enough that threads waiting for absent peers do not block others
 _CLOSE_TIMEOUT_S = 4.0
 
 
@@ -185,7 +185,7 @@ class DataPlane:
     # ------------------------------------------------------------ connecting
 
     def _join(self, peer_id: str, address: str, incarnation: int, epoch: int, deadline_s: float) -> Link:
-        """Join over the existing connection or a new one; retried once if it ends meanwhile."""
+        """Join over the existing connection or a new one. Retried once if the connection ends while joining."""
         while True:
             connection = self._connection(peer_id, address, incarnation, epoch, deadline_s)
             link = connection.join(epoch, deadline_s, lambda: self._rendezvous.has_called(peer_id))

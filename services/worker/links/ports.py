@@ -129,7 +129,7 @@ class Channel(Protocol):
 class Channels:
     urgent: Channel
     bulk: Channel
-    close: Callable[[], None]  # releases the shared resources when both are destroyed
+    close: Callable[[], None]  # releases the resources shared by both channels, once both are destroyed
 
 
 class Transport(Protocol):

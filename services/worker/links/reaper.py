@@ -16,8 +16,8 @@ class Reaper:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on the reaper's thread. If the reaper is closed, run it on the calling thread, because a link of
-        an old epoch may end later.
+        """Run `work` on the reaper's thread. If the reaper is closed, run it on the calling thread, because links of
+        old epochs may end after the reaper.
         """
         with self._lock:
             if not self._closed:
@@ -40,7 +40,7 @@ class Reaper:
 
 
 def _do(work: Callable[[], None]) -> None:
-    """Run `work`. An error with one link must not prevent others from being closed."""
+    """Run `work` and log any error, so that the other links are still closed."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - as above

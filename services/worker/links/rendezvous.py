@@ -308,7 +308,7 @@ def _heard(connection: socket.socket, peer_id: str, deadline_s: float) -> bytes:
 
 
 def resolve_host(advertise_host: str | None) -> str:
-    """Return an address of this machine: by default that of its route to the outside, or else loopback."""
+    """Return an address of this machine: by default the source of its route to the outside, or else loopback."""
     if advertise_host is None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

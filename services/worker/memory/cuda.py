@@ -246,8 +246,8 @@ class BindingsDriver:
     """`VmmDriver` through `cuda.bindings.driver`.
 
     The calls need the device's context on the calling thread. Access is granted only to this device, even for memory of
-    another device. Further grants cost time and would only serve kernels of this process on other devices, which do not
-    exist.
+    another device. Further grants cost time and would only serve kernels on other devices, which this process does not
+    launch.
     """
 
     def __init__(self, cuda: ModuleType, index: int) -> None:

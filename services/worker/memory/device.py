@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def all_or_nothing(change: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorator that reverts a change if it fails half way, for example because the driver refuses a call."""
+    """Decorator that reverts a change if it fails halfway, for example because the driver refuses a call."""
 
     @functools.wraps(change)
     def whole(memory: M, *args: P.args, **named: P.kwargs) -> R:
@@ -128,7 +128,7 @@ class DeviceMemory:
     @all_or_nothing
     def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
         """Keep only `block_count` blocks of the dropped layers' KV, after copying those in `moves` (from, to) down;
-        they must not be read meanwhile. Returns the number of blocks of the remaining layers.
+        they must not be read during the copy. Returns the number of blocks of the remaining layers.
         """
         self.kv.window.move_retired(moves)
         self.pool.backend.synchronise()
@@ -181,7 +181,7 @@ class DeviceMemory:
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         """Shrink the KV to `block_count` blocks and map the parameters of these layers, so that they can be loaded.
 
-        Used blocks beyond must have been copied down. Returns the number of blocks.
+        Used higher blocks must have been copied down. Returns the number of blocks.
         """
         self.pool.backend.synchronise()
         self.kv.window.keep(block_count)
@@ -276,7 +276,7 @@ class DeviceMemory:
 
     def _require_leaving(self) -> KvWindow:
         if self.leaving is None:
-            raise InvariantViolation("there is no leaving window")
+            raise InvariantViolation("there is no draining window")
         return self.leaving
 
     def parameter_bytes_of(self, layers: Sequence[int]) -> int:

@@ -102,7 +102,7 @@ class KvWindow:
         return self.blocks_of(self._held_layers)
 
     def blocks_of(self, layers: Iterable[int]) -> int:
-        """Number of blocks mapped in every one of these layers."""
+        """Number of blocks mapped in every one of `layers`."""
         return self._blocks_in(min((self._ranges[layer].mapped_bytes for layer in layers), default=0))
 
     def extents_for_blocks(self, block_count: int) -> int:
@@ -138,6 +138,8 @@ class KvWindow:
             owner.grow(extents_per_layer)
             if clear:
                 owner.bytes[before : owner.mapped_bytes].zero_()
+        if clear and wanted:
+            self._pool.backend.synchronise()  # KV is received on another stream, and must not be cleared afterwards
         return self.block_count
 
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
@@ -338,7 +340,9 @@ class KvCache:
             )
 
     def scratch(self, block_count: int) -> torch.Tensor:
-        """Allocate temporary bytes for blocks of one layer each, for `put`."""
+        """Allocate temporary device memory for `block_count` blocks of one layer; `put` copies its contents into the
+        cache.
+        """
         return self._pool.backend.scratch(block_count * self.shape.block_bytes)
 
     def put(self, layer: int, blocks: Sequence[int], came: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Memory of ranks on other hosts, from the view of rank 0. Rank 0 has a mirror of each rank's tensors: bytes are
-fetched from the rank before they are sent, and stored to it after they have arrived.
+"""Memory of ranks on other hosts, as rank 0 sees it. Rank 0 has a mirror of each rank's tensors: bytes are fetched from
+the rank before they are sent, and stored to it after they have arrived.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     ROOT/<digest>/manifest.json    parts with offsets, sums and checksums; written last: it marks completeness
 
 An incomplete copy is never used: bytes are written under a temporary name and renamed when complete. If a worker is
-killed meanwhile, the kernel releases its lock and the next worker removes the bytes. Workers that use the copy hold a
-shared lock on the file; the last one removes it.
+killed while it writes, the kernel releases its lock and the next worker removes the bytes. Workers that use the copy
+hold a shared lock on the file; the last one removes it.
 
 Sums are verified while copying, which costs hardly more than the copy. The checksums, which are compared with those of
 other workers, were computed by the worker that read the checkpoint (`ParameterStore.layer_checksum`).

@@ -62,8 +62,8 @@ class ActivationLog:
         self.tokens = LoggedTokens(block_tokens)
 
     def take(self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor) -> None:
-        """Log the activations of a batch that has run here, which the next stage gets: `hidden_TD`, one row per
-        token.
+        """Log the activations that the next stage gets for a batch that has run here: `hidden_TD`,
+        one row per token.
         """
         rows, slots = self.tokens.take(batch, tables, self._store.slot_count(hidden_TD))
         if rows:

@@ -1,6 +1,6 @@
 """Threads for checksums and disk reads. Jobs without urgency pause after each piece.
 
-A lower thread priority would not help: the GIL is given to the thread that requested it, and the engine would wait
+A lower thread priority would not help: the GIL is passed to the thread that requested it, and the engine would wait
 until that thread is scheduled, which takes tens of milliseconds on a busy machine. For the same reason pieces are
 large, so that there are few wake-ups.
 """

@@ -64,7 +64,7 @@ class BuiltInstance(Protocol):
 
     def read_layer(self, layer: int) -> bool:
         """Reload a layer's parameters from the copy in host memory (True) or, without one, from the checkpoint (False).
-        Thread-safe. The layer must not be executed meanwhile.
+        Thread-safe. The layer must not be executed while it is read.
         """
         ...
 

@@ -109,7 +109,7 @@ class Background(Protocol):
 
     def fill(self, layer: int) -> Future[bool]:
         """Load a layer's parameters from the copy in this host's memory (True: they are known to be correct), or else
-        from the checkpoint (False). The layer must not be executed meanwhile.
+        from the checkpoint (False). The layer must not be executed while it is read.
         """
         ...
 
@@ -139,7 +139,7 @@ class MemberEnvironment:
     links: Callable[[Plane, MemberRole, Now, Callable[[MemberEvent], None]], Links]
     copier: BlockCopier | None = None  # required if the core's limits allow swapping
     compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: constraints are not applied
-    watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
+    watch: Callable[[], StageWatch] | None = None  # creates a `StageWatch`; None: execution is synchronous
     launch: Launch | None = None  # launches batches; None: the engine only executes synchronously
     activations: ActivationStore | None = None  # memory of the activation log; None: there is no log
     preempts: Callable[[], bool] = never  # True if online work has arrived since the engine thread last took events

@@ -53,7 +53,7 @@ class TransitionDriver:
         second: Callable[[MemberContext, MemberRole], tuple[MemberContext, StageRunner]],
     ) -> None:
         """`broken`: called when the loss of a member ends the group. `second`: creates the context and stage of a
-        draining group, in addition to those of the current group.
+        draining group, in addition to the context and stage of the current group.
         """
         self._context = context
         self._role = context.role
@@ -208,7 +208,7 @@ class TransitionDriver:
         self.drive(event)
 
     def _make_room_for(self, event: e.RosterArrived) -> None:
-        """Free the blocks of recomputed sequences, so that sequences that keep their KV get them."""
+        """Free the blocks of recomputed sequences, for sequences that keep their KV."""
         if event.event.wave:
             roster = replace(event.event, source=self._role.leader)
             self._links.pass_down(Topic.WAVE, roster_to_bytes(roster, event.recomputed))
@@ -415,7 +415,7 @@ class TransitionDriver:
         return [t.PreparationFailed(self._now(), transition.epoch, why)] if why else ()
 
     def _why_unfit(self, transition: Transition) -> str:
-        """Return why this worker cannot take part; empty if it can."""
+        """Return why this worker cannot take part in the transition; empty if it can."""
         restores, base = transition.plan.kind is TransitionKind.RESTORE, transition.part.old
         if restores and not transition.part.dissolves:
             return "after a restore every member must serve alone with all layers"

@@ -1,4 +1,4 @@
-"""Sequences that change leaders in a transition: those leaving, those arriving, and which keep their KV."""
+"""Sequences that change leaders in a transition: which leave, which arrive, and which keep their KV."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,8 +1,8 @@
 """Loads missing layers while the group serves: from host memory, peers or the checkpoint, verified by checksum.
 
-The KV cache has been shrunk before. A few layers at a time are requested at the lowest priority. A layer with a wrong
-checksum is requested again from the next source. Only the engine thread uses this module, except for checksums and disk
-reads, which have their own threads.
+The KV cache is shrunk first. A few layers at a time are requested at the lowest priority. A layer with a wrong checksum
+is requested again from the next source. Only the engine thread uses this module, except for checksums and disk reads,
+which have their own threads.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class LayerServer:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """Notify a peer that it does not get a layer, so that it requests the layer elsewhere. If that is impossible,
-        the link ends, which the peer notices.
+        """Notify a peer that it does not get a layer, so that it requests the layer elsewhere. If the message cannot be
+        sent, the link ends, which the peer notices.
         """
         try:
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
@@ -266,8 +266,8 @@ class LayerPull:
         self.go_on()
 
     def peer_lost(self, peer: WorkerId) -> None:
-        """Request the layers that were requested from a lost peer from other sources. Transfers that have begun end
-        with the link.
+        """Request from other sources the layers that a lost peer was to send. Transfers that have begun end with the
+        link.
         """
         for layer, source in list(self._under_way.items()):
             if source == peer and self._hub.places.forget(layer_key(self.epoch, layer, peer)):
@@ -351,8 +351,8 @@ class LayerLoading:
         progress: TransitionProgress,
         block_count: int,
     ) -> None:
-        """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. Blocks
-        beyond must neither be held nor reserved later.
+        """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. No higher
+        block may be held or reserved from now on.
         """
         began_s = self._now()
         self.shrink(block_count)

@@ -52,7 +52,7 @@ class Leaving:
         return len(self._context.book.sequence_ids)
 
     def poll(self) -> bool:
-        """Advance the draining between two batches, on the leader only. Returns True when no batch is in flight and all
+        """Advance draining between two batches, on the leader only. Returns True when no batch is in flight and all
         sequences have been handed over.
         """
         if not self.role.leads:

@@ -158,7 +158,8 @@ class Links:
     def keep(self, partners: Mapping[WorkerId, str]) -> None:
         """Keep links of `LAYERS` to these partners open, so that a later layout finds open connections. Links to
         partners named earlier are kept for a minute, because a worker outside the layout may be loading its layers over
-        them. The partners get the same call. A link that fails to open is retried when the partner is named again.
+        them. The partners do the same for this worker. A link that fails to open is retried when the partner is named
+        again.
         """
         now_s = self._now()
         self._partners |= dict.fromkeys(partners, now_s)

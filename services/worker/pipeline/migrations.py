@@ -1,8 +1,8 @@
 """Live migrations of single sequences, to and from this worker's group. Used by the engine thread only.
 
 `core.departures` and `core.arrivals` decide, on the leaders of both groups; each stage sends and receives its own
-layers (`mover`). No migration runs while a layout changes: `give_up` cancels those that can be cancelled, and `idle` is
-True when no migration reads or writes the cache.
+layers (`mover`). No migration runs while a layout changes: `give_up` cancels all that can still be cancelled, and
+`idle` is True when no migration reads or writes the cache.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Migrations:
         return stages_of(self._role.stages) or (self._mover.stage,)
 
     def _why_not(self) -> str:
-        """Return why this worker takes part in no migration; empty if it may."""
+        """Return why this worker cannot take part in migrations now; empty if it can."""
         return "its layout is being changed" if self._layout_changes() else ""
 
     def _ordered(self, order: MigrationOrdered) -> None:

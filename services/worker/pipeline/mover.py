@@ -1,4 +1,4 @@
-"""Executes the commands of `core.mover`: KV is sent from the blocks of one stage directly into those of another.
+"""Executes the commands of `core.mover`: KV is sent from the blocks of one stage directly into the blocks of another.
 
 Used by the engine thread only. Link threads (`hub`) write incoming KV and report it here.
 """
@@ -112,8 +112,8 @@ class KvMover:
     # ------------------------------------------------------------ orders of a leader in a migration
 
     def order(self, message: ForStages, why_not: str) -> Sequence[Ready | Landed | Off]:
-        """Execute an order. `why_not`: why this worker takes part in no migration at present; empty if it may. Returns
-        the messages for the leader; `Off` if a span cannot be sent.
+        """Execute an order. `why_not`: why this worker cannot take part in migrations now; empty if it can. Returns the
+        messages for the leader; `Off` if a span cannot be sent.
         """
         match message:
             case Give():

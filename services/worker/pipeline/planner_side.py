@@ -68,7 +68,7 @@ class Transitions:
         member.published.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
-        """Pass on a plan. Raises InvalidRequest or StaleEpoch; a known plan is no error."""
+        """Pass a plan on to the member. Raises InvalidRequest or StaleEpoch; a known plan is no error."""
         plan = Plan(KIND.member(request.kind, "kind"), LAYOUT.record(request.base), LAYOUT.record(request.target))
         try:
             plan.base.check()
@@ -78,9 +78,10 @@ class Transitions:
         self.take(plan, [(s.layer, WorkerId(s.worker_id) or None) for s in request.sources])
 
     def take(self, plan: Plan, sources: Sequence[tuple[int, WorkerId | None]]) -> None:
-        """Pass on a valid plan. `sources`: (layer, holder) in the order of attempts; None: host copy or checkpoint.
+        """Pass a valid plan on to the member. `sources`: (layer, holder) in the order of attempts; None: host copy or
+        checkpoint.
 
-        Raises InvalidRequest or StaleEpoch, as `prepare`.
+        Raises InvalidRequest or StaleEpoch, like `prepare`.
         """
         newest, self._heard_at_s = self._member.newest_epoch, self._now()
         if plan.epoch < newest:
@@ -161,7 +162,9 @@ class Transitions:
         self._post(Told(Epoch(epoch), AbortRequested(self._now(), Epoch(epoch), why)))
 
     def migrate(self, request: pb.MigrateRequest) -> None:
-        """Pass on an order to migrate. Raises InvalidRequest if it does not apply to this worker."""
+        """Pass an order to migrate requests on to the member. Raises InvalidRequest if it does not apply to this
+        worker.
+        """
         me = self._member.me
         source, target = [p.worker_id for p in request.source], [p.worker_id for p in request.target]
         if not source or not target or (source + target).count(me) != 1:
@@ -183,8 +186,8 @@ class Transitions:
         )
 
     def park(self, incarnation: int, *, park: bool) -> None:
-        """Pass on an order to park or wake. Raises StaleEpoch if the order is for another incarnation, NotPossible if
-        this worker cannot be parked.
+        """Pass an order to park or wake on to the member. Raises StaleEpoch if the order is for another incarnation,
+        NotPossible if this worker cannot be parked.
         """
         if incarnation != self._incarnation:
             raise StaleEpoch("worker incarnation", incarnation, self._incarnation)

@@ -52,7 +52,7 @@ class MemberRole:
         self.place = Place(epoch, Group(group.group_id, stages))
 
     def leave_group(self) -> None:
-        """Leave a group that has ended. The layers do not change: they are those that this worker holds."""
+        """Leave a group that has ended. `layers` does not change, because this worker still holds the same layers."""
         self.stages = ()
         self._place_alone()
 

@@ -125,7 +125,7 @@ Told = Callable[[float, float], None]  # called with begin and end
 
 
 class StageWatch(Protocol):
-    """Measures the stages executed by one thread."""
+    """Measures when the stages executed by one thread begin and end."""
 
     def begin(self) -> float:
         """Record that a stage is about to run. Returns the current time (seconds)."""

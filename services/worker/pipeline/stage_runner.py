@@ -111,7 +111,7 @@ class StageRunner:
                 )
         except Preempted:
             return self._not_run(batch, PREEMPTED)
-        except Unavailable as error:  # a holder of KV is lost and thus the group, which is reported elsewhere
+        except Unavailable as error:  # a holder of KV is lost and with it the group, which is reported elsewhere
             get_logger().error("attention on another stage failed", step_id=batch.step_id, why=str(error))
             return None
         except (RuntimeError, ValueError, IndexError) as error:

@@ -18,7 +18,7 @@ MIN_CHUNK_TOKENS = 16  # minimum tokens of an offline prompt in a batch
 _BATCHES_AHEAD = 2  # batches' worth of prompts; more would fill the cache with sequences that have no token yet
 _MOST_OF_THE_BEST = 0.95  # a batch counts as efficient from this fraction of the best tokens/s on
 _LEAST_EFFICIENT_TOKENS = 32
-_WORTH_CUTTING = 0.25  # only batches longer than this fraction of a TTFT target have safepoints, 1/16 of it apart
+_WORTH_CUTTING = 0.25  # only batches above this fraction of a TTFT target have safepoints, 1/16 of the target apart
 
 
 class OfflineView(NamedTuple):

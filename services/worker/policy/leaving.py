@@ -26,9 +26,9 @@ def tightened(limit_blocks: int, first_blocks: int, reserved_blocks: int, runnin
 def over_at_s(
     began_s: float, left_s: float, reserved_blocks: int, stages: Sequence[tuple[float, int]], *, is_short: bool
 ) -> float:
-    """Return the time at which running sequences are handed over to the members. Each stage then holds the KV of all of
-    them in its layers, and the KV of those that it receives in all layers. Until there is room for both, the group
-    continues as long as requests end.
+    """Return the time at which running sequences are handed over to the members. Each stage then holds the KV of all
+    sequences in its own layers, and the KV of the sequences that it receives in all layers. Until there is room for
+    both, the group continues as long as requests end.
 
     Args:
         began_s: Time of the commit.

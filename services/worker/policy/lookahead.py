@@ -25,7 +25,7 @@ _RESERVE = 8
 # (benchmarks/results: pipeline bubbles).
 _ATTENTION = 0.8
 _AHEAD = 1  # microbatches in flight beyond one per stage; see `_Former._ahead_pays`
-_LEAST = 0.2  # an additional microbatch is formed if the fixed cost is at most this fraction of it
+_LEAST = 0.2  # maximum fixed cost of an additional microbatch, as a fraction of the microbatch's cost
 _CRUMB = 0.1  # fraction by which a chunk may exceed its share in order to finish the prompt
 # If a batch splits a prompt anyway, its number of tokens is rounded to one of this many values between n and 2n: a CPU
 # pads its matrix products to these values (`engine.kernels.padded_rows`), and a GPU to whole tiles. Without rounding,

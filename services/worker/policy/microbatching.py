@@ -1,8 +1,8 @@
 """Forms the next microbatch of a pipeline. As many microbatches as stages, or one more, are in flight and have similar
 cost.
 
-A policy sees all running sequences and picks from those that are ready. The policy in this module balances token
-counts, like other engines; `policy.lookahead` balances costs.
+A policy sees all running sequences and picks from the ready ones. The policy in this module balances token counts, like
+other engines; `policy.lookahead` balances costs.
 """
 
 import sys
@@ -55,8 +55,8 @@ def _by_token_count(view: PipelineView) -> Share:
     """Give each microbatch an equal share of the tokens, so that a sequence waits at most one round of the pipeline.
 
     A sequence is in one microbatch at a time, so prompts are spread as well: a microbatch with a chunk of each would
-    leave no prompt for the next one. A single prompt is split at most into one chunk per stage of a full batch, because
-    its chunks cannot overlap.
+    leave no prompt for the next one. A single prompt gets chunks of at least a full batch's tokens divided by the
+    number of stages, because its chunks cannot overlap.
     """
     stages = view.stage_count
     decode_count = prefill_count = prefill_tokens = 0

@@ -41,7 +41,7 @@ _ANCHOR_TERMS: Floats = np.array([terms_of(chunks) for chunks in _ANCHORS])
 class OnlineCost:
     """The cost model of the stage that this worker executes. Used by one thread.
 
-    The mean relative error of `current` on the stored steps is never larger than that of the profile.
+    The mean relative error of `current` on the stored steps is never larger than the profile's.
     """
 
     def __init__(self, profile: StageCosts | None = None) -> None:

@@ -21,8 +21,8 @@ class VictimView:
 def outweighs(held_block_count: int, other_block_count: int) -> bool:
     """True if a caller with `held_block_count` blocks yields to one that has, or will have, `other_block_count` blocks.
 
-    Afterwards the former still has twice as many as the latter, so the reverse is impossible and callers cannot preempt
-    each other in turn.
+    Even afterwards the first caller has at least twice as many blocks as the other, so the reverse is impossible and
+    callers cannot preempt each other alternately.
     """
     return held_block_count >= _OUTWEIGHS * other_block_count
 
@@ -53,7 +53,7 @@ def choose_victim(candidates: Sequence[VictimView]) -> int:
 
 def _newest(candidates: Sequence[VictimView]) -> int:
     """Return the latest arrival of the lowest class, or the one before it if the latest has more computed tokens than
-    all others of its class; never the oldest.
+    all others of its class together; never the oldest.
     """
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].rank, candidates[i].arrival))
     latest, rank = order[-1], candidates[order[-1]].rank
@@ -64,8 +64,9 @@ def _newest(candidates: Sequence[VictimView]) -> int:
 
 
 def claimed(candidates: Sequence[VictimView], caller: int, rank: int, need_block_count: int) -> list[int]:
-    """Return the indices of the sequences to preempt for a waiting one, in order. They have no higher class and are of
-    the heaviest caller, while that caller outweighs the waiting sequence's caller including its need.
+    """Return the indices of the sequences to preempt for a waiting one, in order. They have no higher class and belong
+    to the caller that holds most, as long as it would still outweigh the waiting sequence's caller, whose need counts
+    as held.
     """
     held = held_by_caller(candidates)
     if not held or (heaviest := _heaviest(held)) == caller:

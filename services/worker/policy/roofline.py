@@ -37,7 +37,7 @@ class BatchCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCosts:
-    """Times in seconds, per layer except those of the head and of a stage."""
+    """Times in seconds, per layer except for the head's and the stage's times."""
 
     token_s: float  # computing a token
     pair_s: float  # time per pair of tokens that attend to each other

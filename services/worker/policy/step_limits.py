@@ -10,9 +10,9 @@ _GPUS = ((160 << 30, 512, 8192), (70 << 30, 512, 4096), (0, 256, 2048))
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    sequences: int  # maximum running concurrently
-    tokens: int  # maximum per step
-    queued: int  # maximum requests waiting in the worker
+    sequences: int  # maximum number of running sequences
+    tokens: int  # maximum number of tokens in a step
+    queued: int  # maximum number of requests waiting in the worker
 
 
 def step_limits(

@@ -29,8 +29,8 @@ def _mean(before: float | None, value: float) -> float:
 
 
 def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
-    """Return the number of blocks that one step may copy, at least one so that copies always progress. `fixed_blocks`:
-    that number; 0: derived from the measured times.
+    """Return the number of blocks that one step may copy: at least one, so that copies always progress. `fixed_blocks`:
+    the configured number; 0: derive it from the measured times.
     """
     if fixed_blocks:
         return fixed_blocks

@@ -7,7 +7,7 @@ sent at once when the worker becomes idle, because no later one would follow.
 
 from ballast.common.load import LoadReport
 
-INTERVAL_S = 0.02  # multiplied by the number of dispatchers, so that a worker's message rate does not grow with it
+INTERVAL_S = 0.02  # minimum interval per dispatcher; multiplied by their number to bound a worker's message rate
 _LONGEST_S = 2.0  # maximum interval between two reports, because dashboards display their totals
 _USED_SHARE = 32  # fraction of the blocks; smaller changes do not affect routing
 

@@ -53,11 +53,13 @@ def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int)
     batch_s = cost.decodes_s(each, each * decoders.context_tokens / decoders.sequence_count)
     if turnover.prompt_tokens:
         batch_s += added_s(cost, 0, turnover.prompt_tokens) * count / turnover.answer_tokens / stages
-    return batch_s  # each stage takes a share of this time, but as many other batches run in between
+    return batch_s  # each stage takes a fraction of this time, but the batches of the other stages run in between
 
 
 class TokenTarget:
-    """The worker's default target for sequences. `cost` returns the current model of all layers; None: no limit."""
+    """Decides how many sequences may run within the worker's default target for the time per output token. `cost`
+    returns the current model of all layers; None: no limit.
+    """
 
     def __init__(self, target_s: float, cost: Callable[[], CostModel | None]) -> None:
         """Raises ConfigError unless `target_s` is positive."""

@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kernels", default="auto")
@@ -49,6 +50,7 @@ def _load(arguments: argparse.Namespace, options: Options) -> Engine:
         arguments.model,
         model_impl="auto",
         dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         device=arguments.device,
         kernels=arguments.kernels,
     )
@@ -59,6 +61,7 @@ def _load(arguments: argparse.Namespace, options: Options) -> Engine:
         arguments.model,
         device_memory_bytes=int(needed_bytes * _SLACK) + _LEAST_BYTES,
         dtype=arguments.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         device=arguments.device,
         threads=arguments.threads,
         kernels=arguments.kernels,

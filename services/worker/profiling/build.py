@@ -34,8 +34,8 @@ def key_of(engine: Engine) -> ProfileKey:
 
 
 def build_profile(engine: Engine, measured: Measured) -> CostProfile:
-    """Create a profile of the measured batches. Also measures link, copies and remapping. The latter leaves the engine
-    without parameters.
+    """Create a profile from the measured batches. Also measures links, copies and remapping; remapping leaves the
+    engine without parameters.
     """
     fits = {form: measured.fit(form) for form in CostForm}
     held_out = {

@@ -4,6 +4,7 @@ As a program (`python -m services.worker.profiling.loopback STORE_ADDRESS`) it i
 """
 
 import queue
+import select
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from services.worker.cost_profile import LinkCosts as LinkFigures
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.open import open_plane
-from services.worker.links.ports import LinkEnding, Message
+from services.worker.links.ports import ChannelBroken, LinkEnding, Message
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
@@ -28,6 +29,7 @@ _ACTIVATION_BYTES = 4096
 _TRIPS = 100
 _BULK_BYTES = 64 << 20
 _TRANSFERS = 4
+_START_S = 120.0  # maximum time for the other process to load torch
 _WAIT_S = 30.0
 
 
@@ -43,12 +45,13 @@ def measure_link() -> LinkFigures:
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
-        address = other.stdout.readline().strip()
+        within, _, _ = select.select([other.stdout], [], [], _START_S)
+        address = other.stdout.readline().strip() if within else ""
         if not address:
             raise Unavailable("link", "the process at its other end has not started")
         link = plane.connect(_THERE, address, _EPOCH, _WAIT_S)
         return LinkFigures(bandwidth_bytes_per_s=_bandwidth(link), latency_s=_latency(link, returned))
-    except (queue.Empty, TimeoutError) as error:
+    except (queue.Empty, TimeoutError, ChannelBroken) as error:
         raise Unavailable("link", "its other end does not answer") from error
     finally:
         plane.close()
@@ -74,7 +77,9 @@ def _bandwidth(link: Link) -> float:
     times_s: list[float] = []
     for _ in range(_TRANSFERS):
         began_s = time.perf_counter()
-        link.transfer(TrafficClass.KV, [source]).done.result(_WAIT_S)
+        report = link.transfer(TrafficClass.KV, [source]).done.result(_WAIT_S)
+        if report.outcome is not TransferOutcome.DELIVERED:
+            raise Unavailable("link", f"its other end has not taken a transfer: {report.why}")
         times_s.append(time.perf_counter() - began_s)
     return _BULK_BYTES / min(times_s)
 

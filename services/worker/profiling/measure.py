@@ -25,6 +25,7 @@ from services.worker.profiling.grid import Batch, GridLimits, grid, held_out
 from services.worker.profiling.stage_timer import StageTimer
 
 _LEAST_SAMPLES = 24  # minimum for eleven coefficients
+_LEAST_TOKENS = 32  # in the largest batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,12 @@ def quiet(done: int, total: int, what: str) -> None:
 
 def limits_of(engine: Engine, options: Options) -> GridLimits:
     """Return the requested maxima, limited by the engine's memory and model."""
+    if options.batch_tokens < _LEAST_TOKENS:
+        why = f"must be at least {_LEAST_TOKENS} for a profile, got {options.batch_tokens}"
+        raise ConfigError("max_num_batched_tokens", why)
+    if engine.info.max_model_len < _LEAST_TOKENS:
+        why = f"must be at least {_LEAST_TOKENS} for a profile, got {engine.info.max_model_len}"
+        raise ConfigError("max_model_len", why)
     # Every sequence may leave a block partly empty.
     room = (engine.block_count - options.sequences) * engine.block_tokens
     limits = GridLimits(
@@ -72,11 +79,11 @@ def limits_of(engine: Engine, options: Options) -> GridLimits:
         model_len=engine.info.max_model_len,
         kv_tokens=min(options.kv_tokens, room),
     )
-    if limits.batch_tokens < 32:
+    if limits.batch_tokens < _LEAST_TOKENS:
         raise ConfigError(
             "device_memory_bytes",
             f"too small for a profile: KV of {engine.block_count * engine.block_tokens} tokens,"
-            f" at least {64 + options.sequences * engine.block_tokens} are needed, and a maximum length of at least 32",
+            f" at least {2 * _LEAST_TOKENS + options.sequences * engine.block_tokens} are needed",
         )
     return limits
 

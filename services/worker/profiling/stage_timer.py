@@ -36,7 +36,8 @@ class StageTimer:
     def fill_kv(self, block_count: int) -> None:
         """Fill the first blocks with realistic values, because zeros might be faster."""
         for layer in range(self._engine.info.layer_count):
-            self._engine.memory.kv.layer(layer)[:block_count].normal_()
+            kv = self._engine.memory.kv.layer(layer)[:block_count]
+            kv.copy_(torch.randn(kv.shape[1:], device=self._device))  # float8 has no `normal_`
 
     def least_s(self, chunks: Sequence[Chunk], shape: StageShape, *, repetitions: int) -> float:
         """Return the minimum duration of a batch on a stage, over repetitions after a warm-up run."""

@@ -78,7 +78,8 @@ def main() -> None:
 
 
 def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> None:
-    # Imported late, because they import torch, which is slow, and the end of rank 0 must be noticed meanwhile.
+    # Imported late, because they import torch, which is slow, and the end of rank 0 must already be noticed before
+    # that.
     from services.worker.ranks import elsewhere
     from services.worker.ranks.group import meet
     from services.worker.ranks.runner import follow
@@ -86,6 +87,7 @@ def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> 
     channel.send(Done(None), _ANSWER_S)
     group = meet(start)
     with start.load_one(device=start.devices[start.rank], peers=group) as engine:
+        group.loading = False
         parameters = engine.memory.parameters
         elsewhere.serve(engine, lanes)
         channel.send(RankReady(engine.block_count, parameters.loaded_checksums, engine.info.revision), _ANSWER_S)
@@ -100,6 +102,8 @@ def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> 
 
 
 def _remap(memory: DeviceMemory, change: Remap) -> Done | MemoryRefused:
+    if change.name != "undo":
+        memory.begin()  # so that only this change is undone, even one that does not begin itself
     try:
         result = getattr(memory, change.name)(*change.arguments, **change.named)
         memory.pool.backend.synchronise()

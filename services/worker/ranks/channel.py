@@ -177,7 +177,9 @@ class RankChannel:
         try:
             self._socket.settimeout(within_s)
             for tensor in tensors:
-                self._socket.sendall(_bytes_of(tensor))
+                left = _bytes_of(tensor)
+                while left:  # `sendall` would limit the time for the whole tensor
+                    left = left[self._socket.send(left) :]
         except OSError as error:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 

@@ -1,4 +1,4 @@
-"""The other ranks, from the view of rank 0: processes on this host and on others. All end when rank 0 does."""
+"""The other ranks, as rank 0 sees them: processes on this host and on others. All end when rank 0 does."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from services.worker.ranks.channel import (
 )
 from services.worker.ranks.nodes import CONTROL, FarRank
 
-_START_S = 120.0  # time limit for a process to load torch
-_LOAD_S = 1800.0  # time limit for a rank to load its shard
+START_S = 120.0  # time limit for a process to load torch
+LOAD_S = 1800.0  # time limit for a rank to load its shard
 _ANSWER_S = 30.0  # time limit for a rank's answer between two steps
 _END_S = 5.0
-_FILES = 64  # files sent at once, each of which is open on both sides meanwhile
+_FILES = 64  # files sent at once; each is open on both sides until it has been received
 
 
 class _RankProcess:
@@ -101,7 +101,7 @@ class Crew:
             host = rank.far.host if isinstance(rank, _RankElsewhere) else start.host
             rank.channel.send(replace(start, rank=number, host=host), _ANSWER_S)
         for rank in self._ranks:
-            self._answer(rank, _START_S)
+            self._answer(rank, START_S)
 
     def loaded(self) -> list[RankReady]:
         """Wait until each rank has loaded its shard.
@@ -109,7 +109,7 @@ class Crew:
         Raises:
             ConfigError: a rank could not load its shard.
         """
-        answers = [self._answer(rank, _LOAD_S) for rank in self._ranks]
+        answers = [self._answer(rank, LOAD_S) for rank in self._ranks]
         return [answer for answer in answers if isinstance(answer, RankReady)]
 
     def complain(self) -> None:

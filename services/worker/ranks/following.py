@@ -1,4 +1,4 @@
-"""A worker on several hosts: the hosts given by the settings, and the process on each host but the first."""
+"""A worker on several hosts: its hosts according to the settings, and the process on each host but the first."""
 
 from __future__ import annotations
 

@@ -20,8 +20,10 @@ from torch.distributed import (
 
 from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost, Start
+from services.worker.ranks.crew import LOAD_S, START_S
+from services.worker.ranks.nodes import family_of
 
-_MEET_S = 60.0  # maximum time for all ranks to load torch and join
+_MEET_S = START_S + 60.0  # maximum time for all ranks to join, some of which may still be loading torch
 _TOGETHER_S = 30.0  # maximum wait at an all-reduce for the other ranks, which may have to compile a kernel first
 
 
@@ -44,6 +46,7 @@ class RankGroup:
         self._count = count
         self._device = device
         self._aborted = False
+        self.loading = True  # a rank may wait at an all-reduce for others that are still loading
 
     @property
     def rank(self) -> int:
@@ -86,6 +89,8 @@ class RankGroup:
 
     def _reduce(self, tensor: torch.Tensor, how: ReduceOp.RedOpType) -> None:
         options = AllreduceOptions()
+        if self.loading:
+            options.timeout = timedelta(seconds=LOAD_S)
         options.reduceOp = how  # pyright: ignore[reportAttributeAccessIssue] the stubs know the class around it only
         try:
             self._group.allreduce([tensor], options).wait()
@@ -132,7 +137,7 @@ def _store_at(start: Start) -> Store:
 
 def open_store(host: str) -> tuple[Store, str]:
     """Open a store for ranks on several hosts. Returns it with its HOST:PORT."""
-    listener = socket.create_server((host, 0))
+    listener = socket.create_server((host, 0), family=family_of(host))
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store takes it over
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True)

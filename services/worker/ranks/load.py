@@ -38,7 +38,9 @@ class Ranked:
     group: RankGroup
 
     def lost(self) -> str | None:
-        """Describe which other rank has ended and how, and abort waits for it; None: no rank has. Thread-safe."""
+        """Describe which other rank has ended and how, and abort collectives that wait for it; None: no rank has.
+        Thread-safe.
+        """
         if (who := self.crew.lost()) is not None:
             self.group.abort()
         return who
@@ -59,9 +61,9 @@ class Ranked:
 def load_ranked(
     load_one: functools.partial[Engine], devices: Sequence[str], log: RankLog, nodes: Nodes | None = None
 ) -> Ranked:
-    """Load one rank on each of the devices, which are of one kind; for CPUs their number is the number of ranks.
-    `load_one`: `load_engine` with the common arguments; memory sizes are per rank. `nodes`: the hosts, if there are
-    several. Each has its own model folder and devices; `devices` are those of this host.
+    """Load one rank on each of the devices, which are all GPUs or all CPUs; CPUs are listed once per rank. `load_one`:
+    `load_engine` with the common arguments; memory sizes are per rank. `nodes`: the hosts, if there are several. Each
+    has its own model folder and devices; `devices` are those of this host.
 
     Raises:
         ConfigError: as for `load_engine`; or heads or MLP are not divisible by the number of ranks.
@@ -78,6 +80,8 @@ def load_ranked(
         kernels=told.get("kernels", "auto"),
         max_model_len=told.get("max_model_len"),
         peers=Apart(0, count),
+        attention_backend=told.get("attention_backend", "auto"),
+        batch_invariant=told.get("batch_invariant", False),
         kv_cache_dtype=told.get("kv_cache_dtype", "auto"),
         adapted=bool(told.get("lora_modules")),
     )
@@ -88,7 +92,7 @@ def load_ranked(
         undo.callback(crew.close)
         if far:
             host = far[len(devices)].from_host
-            store, meeting = open_store(host)  # kept by this frame until all ranks have met
+            store, meeting = open_store(host)  # must stay alive in this frame until all ranks have met
             devices = [*devices, *(far[rank].device for rank in range(len(devices), count))]
         else:
             folder = files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -99,6 +103,7 @@ def load_ranked(
         engine = _load_first(load_one, devices[0], crew, group)
         undo.callback(engine.close)
         shares = crew.loaded()
+        group.loading = False
         _require_equal(engine, shares)
         mirrors = open_mirrors(engine, [crew.files(rank) for rank in range(1, start.share)])
         if far:
@@ -113,7 +118,7 @@ def load_ranked(
 
 
 def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, group: RankGroup) -> Engine:
-    """Load rank 0's shard. This is aborted if another rank ends meanwhile."""
+    """Load rank 0's shard. Loading is aborted if another rank ends."""
     over = threading.Event()
 
     def watch() -> None:
@@ -137,7 +142,7 @@ def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, gr
 
 def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirror]:
     """Map the memory of the other ranks from their exported files. Empty if rank 0's device cannot access it, in which
-    case the instance takes part in no drop.
+    case the instance cannot take part in drops.
     """
     with contextlib.ExitStack() as undo:
         mirrors: list[Mirror] = []

@@ -105,6 +105,10 @@ class _RankHello:
     version: str = ballast.__version__
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 class NodeListener:
     """Accepts the ranks of other hosts on the first host, while its instance starts."""
 
@@ -116,7 +120,8 @@ class NodeListener:
         """
         self._nodes = nodes
         try:
-            self._listener = socket.create_server(nodes.host_port, backlog=256)
+            family = family_of(nodes.host_port[0])
+            self._listener = socket.create_server(nodes.host_port, family=family, backlog=256)
         except OSError as error:
             why = f"cannot listen on {nodes.address}: {error.strerror or error}. It must be the first host's"
             raise ConfigError("worker.dist_init_addr", why) from error

@@ -79,7 +79,7 @@ def test_a_drop_that_harms(template: BenchResult) -> None:
     assert "not worth it here. What is short is computing: prompts take 93% of the GPUs' time" in text
 
 
-def test_a_goal_that_both_keep(template: BenchResult) -> None:
+def test_a_goal_that_both_policies_meet(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
     other = policy(base, p99_s=1.0, dropped=False)
     assert told(template, policy(base, p99_s=1.5, dropped=True), other).endswith("without it, and sooner.")
@@ -119,7 +119,7 @@ def test_the_goal_is_the_users(template: BenchResult) -> None:
 def test_the_scarce_resource_is_named(
     template: BenchResult, cluster: dict[str, object], series: dict[str, list[int]], short: str
 ) -> None:
-    """For a cluster that is too small, the conclusion names the resource that is short."""
+    """For a cluster that is too small, the conclusion names the scarce resource."""
     base = next(iter(template.policies.values()))
     drop = policy(base, p99_s=50.0, dropped=True, late=0.5)
     columns = {"waiting_count": [5] * 21, "group_sizes": [[1, 2]] * 21, **series}
@@ -142,7 +142,7 @@ def test_a_drop_that_helps_at_a_price_names_it(template: BenchResult) -> None:
     )
 
 
-def test_a_cluster_that_is_too_small_for_either_is_called_so_and_told_how_many_it_takes(template: BenchResult) -> None:
+def test_a_cluster_too_small_for_either_policy_is_named_with_the_needed_size(template: BenchResult) -> None:
     """P99 TTFT is better with drop, yet the cluster is too small under either policy."""
     base = next(iter(template.policies.values()))
     drop = policy(base, p99_s=58.0, dropped=True, late=0.65, tpot_s=0.12)
@@ -164,7 +164,7 @@ def test_nothing_to_drop(template: BenchResult) -> None:
     assert "enough memory for this trace" in text
 
 
-def test_advice_is_about_dropping_alone_and_other_rivals_are_told_beside(template: BenchResult) -> None:
+def test_advice_is_about_drop_and_other_rivals_are_mentioned(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
     policies = {
         "static-pipeline": policy(base, p99_s=0.5, dropped=False),
@@ -182,7 +182,7 @@ def test_a_single_policy_is_not_compared(template: BenchResult) -> None:
     assert "against" not in conclude(alone)
 
 
-def test_enough_memory_and_requests_that_wait_all_the_same(template: BenchResult) -> None:
+def test_requests_that_wait_despite_enough_memory(template: BenchResult) -> None:
     base = next(iter(template.policies.values()))
     slow = policy(base, p99_s=15.0, dropped=False, demand=0.8, late=0.4)
     config = template.config.model_copy(update={"cluster": {"prompt_share": 0.97, "gpu_count": 8}})

@@ -20,7 +20,7 @@ from benchmarks import demo_sizing as sizing  # noqa: E402
 from tools.bench.sizing import SizingPace, forecast, length_scale_to, peak_output_tokens, size_memory, two_digits  # noqa: E402
 
 
-def test_the_burst_asks_for_more_than_undropped_memory_can_serve() -> None:
+def test_the_burst_needs_more_than_undropped_memory_can_serve() -> None:
     trace = read_trace(demo.SHIPPED_TRACE)
     time_scale, shorter = sizing.scales(trace, SizingPace(1500.0, 16 / 1500.0), sizing.SHIPPED_SPAN_S)
     peak_per_s = peak_output_tokens(trace.requests, sizing.PEAK_WINDOW_S) / sizing.PEAK_WINDOW_S / time_scale
@@ -136,7 +136,7 @@ def test_only_differences_by_rounding_are_excused() -> None:
     assert verify_answers.compare(exact_TV, torch.zeros(3), [3, 4, 3]) == (1, 0)
 
 
-def test_rounding_is_seen_and_is_no_excuse_in_float64(tmp_path: Path) -> None:
+def test_rounding_is_no_excuse_in_float64(tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "m")
     exact_TV, noise_T = verify_answers.AnswerReference(path, "float32").logits([7, 8, 9], [10, 11])
     assert (exact_TV.shape, exact_TV.dtype) == ((2, 512), torch.float64)
@@ -168,7 +168,7 @@ def test_answers_are_chosen_over_the_whole_trace() -> None:
     assert [r.index for r in verify_answers.choose(requests, 0, [10])] == [10]
 
 
-def test_the_table_takes_its_place_in_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_inserted_into_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, page = tmp_path / "results.json", tmp_path / "page.md"
     write_result(results, bench_result(bursty_run(), "recompute", "drop"))
     begin, end = "<!-- begin demo: written by a program -->", "<!-- end demo -->"

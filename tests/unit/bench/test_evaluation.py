@@ -28,7 +28,7 @@ def test_every_part_has_its_place_and_fits_into_its_time(tmp_path: Path, capsys:
     assert "unknown: comparisons" in capsys.readouterr().err
 
 
-def test_results_come_into_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_written_into_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, figures, out = tmp_path / "docs" / "page.md", tmp_path / "docs" / "figures", tmp_path / "out"
     page.parent.mkdir()
     parts = [part.name for part in evaluation.parts(None)]

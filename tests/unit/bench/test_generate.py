@@ -45,7 +45,7 @@ def test_the_burst_is_where_it_should_be() -> None:
     assert burst == pytest.approx(15, rel=0.1)
 
 
-def test_more_cv_is_clumpier() -> None:
+def test_a_higher_cv_gives_burstier_arrivals() -> None:
     def variation(cv: float) -> float:
         arrivals = [r.arrival_s for r in generate(BurstySpec(span_s=1000, burst_factor=1, cv=cv))]
         gaps = [b - a for a, b in pairwise(arrivals)]

@@ -41,7 +41,7 @@ def test_table_of_nothing_has_dashes() -> None:
     assert "-" in printed(render(bench_result(ReplayRun([], [], False, 0.0, 0))))
 
 
-def test_verification_is_shown_once_it_is_there() -> None:
+def test_verification_is_shown_once_available() -> None:
     result = bench_result(bursty_run())
     verified = result.policies["recompute"].model_copy(
         update={"verified_count": 24, "token_mismatches": 0, "near_ties": 1}
@@ -121,6 +121,12 @@ def test_progress_on_a_terminal_and_in_a_log() -> None:
 
 def _parse(*arguments: str) -> argparse.Namespace:
     return build_parser("bench").parse_args(["bench", "replay", *arguments])
+
+
+def test_a_model_is_for_a_cluster_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse("--trace", "t.csv", "--address", "127.0.0.1:1", "--model", "m")
+    assert "--model: not allowed with argument --address" in capsys.readouterr().err
 
 
 def test_command_names_the_trace_that_is_missing() -> None:

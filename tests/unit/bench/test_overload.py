@@ -53,7 +53,7 @@ def test_policies_carry_knobs_as_flags() -> None:
 
 
 @pytest.mark.parametrize("words", [COMPARED, ABLATION, SWEEP])
-def test_lists_of_contestants_are_understood(words: tuple[str, ...]) -> None:
+def test_lists_of_contestants_are_parsed(words: tuple[str, ...]) -> None:
     specs = parse_policies(",".join(words))
     assert len({json.dumps([spec.policy, dict(spec.knobs)]) for spec in specs}) == len(words)
 
@@ -70,6 +70,8 @@ def test_the_duration_is_estimated_and_fits_into_the_given_minutes(
     assert four.startswith("4 workers: 12 runs")
     assert together.startswith("together about")
     assert not (tmp_path / "o").exists()
+    assert main([*command, "--workers", "1,4", "--policies", "static-pipeline"]) == 0
+    assert capsys.readouterr().out.startswith("4 workers"), "no policy is for one worker"
     assert main([*command, "--policies", "drop", "--max-minutes", "9"]) == 0
     assert re.search(r"about (8:[345]|9:0)", capsys.readouterr().out)
     assert main([*command, "--policies", "drop", "--max-minutes", "2"]) == 2
@@ -170,7 +172,7 @@ def test_flags_that_make_no_sense_together_are_named(text: str, why: str) -> Non
         settle(flags(text))
 
 
-def test_emulated_workers_replay_a_trace_as_it_is(tmp_path: Path) -> None:
+def test_emulated_workers_replay_an_unchanged_trace(tmp_path: Path) -> None:
     given, own = flags(EMULATED), flags("")
     settle(given)
     settle(own)
@@ -255,7 +257,7 @@ def test_a_plan_without_an_overload_says_so() -> None:
     assert describe_plan("burst", steep).endswith("130% at the peak, if nobody waited")
 
 
-def test_a_comparison_goes_on_only_with_the_same_arguments_and_plan(tmp_path: Path) -> None:
+def test_a_comparison_continues_only_with_the_same_arguments_and_plan(tmp_path: Path) -> None:
     model, out = make_tiny("llama", tmp_path / "m"), tmp_path / "out"
     given = arguments(model)
     out.mkdir()

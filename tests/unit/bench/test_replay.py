@@ -34,7 +34,7 @@ def test_requests_are_sent_at_their_time_and_their_tokens_are_timed() -> None:
     assert first.e2e_s is not None
     assert first.e2e_s >= 0.11
     assert run.duration_s == max(first.end_s or 0, second.end_s or 0)
-    assert not first.prompt_token_ids, "tokens are kept only when asked for"
+    assert not first.prompt_token_ids, "tokens are stored only on request"
 
 
 def test_arrivals_do_not_wait_for_slow_answers() -> None:
@@ -53,7 +53,7 @@ def test_ttft_counts_from_the_planned_arrival() -> None:
     assert (record.e2e_s or 0) > 3.0
 
 
-def test_each_kind_of_ending_is_told_apart() -> None:
+def test_kinds_of_endings_are_distinguished() -> None:
     target = TimerTarget(
         failures={1: Overloaded("full", 1.0), 2: DeadlineExceeded("late"), 3: Unavailable("worker-1", "gone")}
     )
@@ -115,13 +115,13 @@ def test_stop_before_a_request_has_begun() -> None:
     assert not asyncio.run(run_and_stop()).complete
 
 
-def test_a_bug_is_not_taken_for_a_result() -> None:
+def test_a_bug_is_not_recorded_as_a_result() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         replay(TimerTarget(failures={0: ValueError("a bug")}), trace_of((0.0, 1, 1)))
     assert caught.group_contains(ValueError, match="a bug")
 
 
-def test_the_cluster_is_watched_and_failed_looks_are_counted() -> None:
+def test_the_cluster_is_sampled_and_failed_samples_are_counted() -> None:
     run = replay(TimerTarget(first_s=0.6, epochs=[0, 1]), trace_of((0.0, 1, 1)))
     assert [s.epoch for s in run.samples] == [0, 1]
     assert run.samples[1].at_s >= 0.5

@@ -44,7 +44,7 @@ def test_missing_measurements_have_no_figure() -> None:
     ]
 
 
-def test_the_papers_figures_are_all_asked_for() -> None:
+def test_all_figures_of_the_paper_are_covered() -> None:
     assert {claim.figure for claim in CLAIMS} == {"2", "12", "13", "14", "16", "17"}
 
 
@@ -93,7 +93,7 @@ def test_knobs_of_policies_change_the_rules() -> None:
         ("evict", "known are"),
     ],
 )
-def test_knobs_that_make_no_sense_are_told(word: str, told: str) -> None:
+def test_invalid_knobs_are_refused(word: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         specs_of(job(word))
 
@@ -133,7 +133,7 @@ def test_the_operating_point_follows_from_a_rule(name: str) -> None:
     assert overload(scenario, chosen - 0.5)[1] <= 1.0  # at an answer scale lower by 0.5, memory would suffice
 
 
-def test_bursts_begin_when_figures_count_from() -> None:
+def test_scenarios_burst_at_the_time_that_figures_assume() -> None:
     for path in SCENARIOS.glob("*.yaml"):
         arrivals = read_scenario(path).arrivals
         assert arrivals is not None

@@ -131,7 +131,7 @@ def replayed(tmp_path: Path, planner: str | None) -> tuple[BenchResult, str]:
     return asyncio.run(story()), log.getvalue()
 
 
-def test_the_planner_tells_the_transitions_of_the_run_and_no_earlier_ones(tmp_path: Path) -> None:
+def test_the_planner_reports_the_transitions_of_the_run_and_no_earlier_ones(tmp_path: Path) -> None:
     result, log = replayed(tmp_path, None)
     [transition] = result.policies["swap"].transitions  # the planner reports the policy's name
     assert (transition.epoch, transition.kind, transition.moved_bytes) == (4, "drop", 1000)
@@ -141,7 +141,7 @@ def test_the_planner_tells_the_transitions_of_the_run_and_no_earlier_ones(tmp_pa
     assert "transitions" not in log
 
 
-def test_a_planner_that_does_not_answer_costs_no_result(tmp_path: Path) -> None:
+def test_a_planner_that_does_not_answer_loses_no_result(tmp_path: Path) -> None:
     result, log = replayed(tmp_path, "127.0.0.1:1")
     assert result.complete
     assert result.policies["unknown"].transitions == []

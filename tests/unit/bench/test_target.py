@@ -1,15 +1,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
-from ballast.client import ClusterStatus, WorkerStatus
+from ballast.client import AsyncClient, ClusterStatus, WorkerStatus
 from ballast.common.errors import Unavailable
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.model import ModelInfo
-from tools.bench.target import sample_of
+from tools.bench.target import ClusterTarget, sample_of
 
 MODEL = ModelInfo(
     name="m",
@@ -45,7 +46,7 @@ def worker(name: str, used: int, waiting: int, block_count: int = 10) -> WorkerS
 
 
 def status(*workers: WorkerStatus, backlog: int = 0, groups: Sequence[Sequence[str]] | None = None) -> ClusterStatus:
-    """Every worker forms its own group unless `groups` is given."""
+    """A cluster's status. Every worker forms its own group unless `groups` is given."""
     return ClusterStatus(
         dispatcher_id="dispatcher-0",
         address="127.0.0.1:2",
@@ -99,3 +100,24 @@ def test_a_worker_that_has_not_reported_counts_nothing() -> None:
 def test_a_cluster_without_workers_is_not_available() -> None:
     with pytest.raises(Unavailable, match="knows no worker yet"):
         sample_of([replace(status(), model=None)])
+
+
+class OneStatus:
+    addresses = ("here",)
+
+    def __init__(self) -> None:
+        self.now = status()
+
+    async def status(self, address: str) -> ClusterStatus:
+        return self.now
+
+
+async def test_preemptions_of_a_worker_that_follows_still_count() -> None:
+    client = OneStatus()
+    target = ClusterTarget(cast(AsyncClient, client))
+    workers = (worker("a", 1, 0), worker("b", 1, 0))
+    counts: list[int] = []
+    for groups in (["a", "b"], ["ab"], ["a", "b"]):
+        client.now = status(*workers, groups=groups)
+        counts.append((await target.sample()).preemptions_total)
+    assert counts == [4, 4, 4]

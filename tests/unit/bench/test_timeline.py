@@ -9,7 +9,7 @@ def span(kind: str, began_s: float, took_s: float, **given: object) -> pb.TraceS
     return pb.TraceSpan(kind=kind, began_unix_s=began_s, duration_s=took_s, **fields)  # pyright: ignore[reportArgumentType] -- any field
 
 
-def test_every_stage_has_a_track_and_time_counts_from_the_first_thing_told() -> None:
+def test_every_stage_has_a_track_and_time_counts_from_the_first_span() -> None:
     leader = pb.GetTraceResponse(
         worker_id="w0", spans=[span("run", 1000.0, 0.010), span("send", 1000.010, 0.002)], busy_s=3, idle_s=1
     )
@@ -37,5 +37,5 @@ def test_every_stage_has_a_track_and_time_counts_from_the_first_thing_told() -> 
     assert (instant["name"], instant["pid"]) == ("epoch 4 prepared", 2)
 
 
-def test_workers_that_have_done_nothing_make_an_empty_picture() -> None:
+def test_workers_without_work_give_an_empty_picture() -> None:
     assert all(e["ph"] == "M" for e in timeline([pb.GetTraceResponse(worker_id="w0")]))

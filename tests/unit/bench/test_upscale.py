@@ -53,7 +53,7 @@ def test_lengths_are_those_of_requests_nearby() -> None:
     assert scaled != upscaled(spiky(), 2.0, seed=1)
 
 
-def test_a_factor_of_nothing_is_refused() -> None:
+def test_a_factor_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match="rate-scale"):
         upscaled(spiky(), 0.0, seed=0)
 
@@ -79,7 +79,7 @@ def test_the_rate_is_chosen_by_the_demand() -> None:
     assert demand.mean_tokens < 250.0
 
 
-def test_the_more_run_the_slower_each() -> None:
+def test_more_running_requests_slow_each_one_down() -> None:
     speed = Speed(2, SizingPace(100.0, 0.02), 16, SizingPace(320.0, 0.05))
     assert speed.seconds_per_token(1) < speed.seconds_per_token(2) == 0.02
     assert speed.seconds_per_token(30) == pytest.approx(0.08)
@@ -150,7 +150,7 @@ def test_a_part_of_a_trace_is_a_window_around_its_burst(tmp_path: Path) -> None:
             parse_workloads(f"burst@{wrong}", seed=0)
 
 
-def test_prompts_and_answers_are_shortened_apart() -> None:
+def test_prompts_and_answers_are_shortened_separately() -> None:
     trace = spiky()
     lengths = length_scales_to(trace, 20.0, 0.2)
     scaled = trace.scaled(length_scale=lengths[0], answer_scale=lengths[1])

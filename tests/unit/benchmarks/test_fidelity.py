@@ -14,7 +14,7 @@ from tests.unit.worker.emulation.machines import small_machine
 _EACH = CostModel(*range(1, len(fields(CostModel)) + 1))
 
 
-def test_a_slower_machine_takes_longer_for_everything_and_forgets_no_cost() -> None:
+def test_a_slower_machine_has_every_cost_scaled() -> None:
     made = small_machine()
     measured = MeasuredCosts(layer=_EACH, step=_EACH, first=_EACH, last=_EACH)
     made = made.model_copy(update={"execution": measured})

@@ -60,7 +60,7 @@ def test_draws_of_a_cell_that_is_not_saturated_do_not_count() -> None:
     assert found.policies["drop"].ttft_p99_s == 4.0
 
 
-def test_whether_a_cell_is_saturated_is_not_for_the_judged_policy_to_say() -> None:
+def test_the_judged_policy_does_not_decide_whether_a_cell_is_saturated() -> None:
     assert is_saturated([run("recompute", 12.0), run("drop", 0.5)])
     assert not is_saturated([run("recompute", 12.0), run("static-pipeline", 2.0)])
 
@@ -76,13 +76,13 @@ def test_every_violated_rule_is_named() -> None:
     ]
 
 
-def test_the_price_per_token_is_asked_only_where_another_has_the_shorter_waits() -> None:
+def test_tpot_is_judged_only_where_a_rival_has_shorter_waits() -> None:
     found = row(run("recompute", 50.0, tpot_ms=40.0), run("drop", 2.0, tpot_ms=80.0))
     assert found.tpot_regret("drop") == 1.0
     assert found.tpot_over_plain("drop") is None
 
 
-def test_memory_is_short_where_computing_is_not() -> None:
+def test_memory_is_the_bottleneck_where_compute_is_not() -> None:
     ours = run("drop", 1.0)
     assert row(run("recompute", 1.0, peak_demand=1.2), ours).memory_is_short
     assert row(run("recompute", 1.0, preemptions=3), ours).memory_is_short
@@ -99,7 +99,7 @@ def test_with_memory_just_full_no_figure_may_be_worse_than_with_recompute() -> N
     assert "memory just full (95% to 115%) in 1 cells: at most 1.20 x recompute's (goal 1.05), P99 TTFT in cell" in told
 
 
-def test_a_run_that_broke_is_said_and_not_counted() -> None:
+def test_a_broken_run_is_reported_and_not_counted() -> None:
     broke = {"policy": "drop", "draw": 1, "failed": "block 559", "prompt_share": 0.2}
     found = row(run("recompute", 20.0), run("drop", 21.0), broke)
     assert found.faults("drop") == ["1 broken"]

@@ -48,7 +48,7 @@ def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> No
     assert "the sign as predicted in 1 (100%" in signs_text([{"cell": "c", "draw": 0, **found}])[-2]
 
 
-def test_changes_of_which_no_difference_was_predicted_have_no_sign() -> None:
+def test_changes_without_a_predicted_difference_have_no_sign() -> None:
     one = {"cell": "c", "draw": 0, "change": "give back 1", "at_s": 1.0, "with": asdict(Prediction(1.0, 1.0, 0.1))}
     one["without"] = asdict(Prediction(2.0, 1.0, 0.1))
     lines = signs_text([{**one, "gain": 0.7, "predicted_gain": 0.01}])

@@ -49,7 +49,7 @@ def test_results_that_break_off_are_a_failure(tmp_path: Path, capsys: pytest.Cap
     assert "connection was lost" in capsys.readouterr().err
 
 
-def test_a_file_for_results_that_cannot_be_made_is_refused_before_the_batch_is_awaited(tmp_path: Path) -> None:
+def test_an_uncreatable_result_file_is_refused_before_the_batch_is_awaited(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["batch", "submit", "x.jsonl", "--wait", "--out", str(tmp_path / "none" / "out")])
 

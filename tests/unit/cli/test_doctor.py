@@ -107,7 +107,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     assert "2 KV heads do not divide by 4 ranks" in checks.model(model, 1 << 30, 4).text
 
 
-def test_a_clock_in_the_past_is_told() -> None:
+def test_a_clock_in_the_past_is_reported() -> None:
     assert checks.clock(0.0).verdict is Verdict.WARN
     assert checks.clock().verdict is Verdict.OK
 
@@ -117,7 +117,7 @@ def test_versions(text: str, version: tuple[int, ...]) -> None:
     assert checks.version_tuple(text) == version
 
 
-def test_remedies_stand_under_their_finding() -> None:
+def test_remedies_follow_their_finding() -> None:
     console = Console(file=StringIO(), width=60)
     console.print(render([Finding("ports", Verdict.FAIL, "taken: 1", "choose another")]))
     assert isinstance(console.file, StringIO)
@@ -159,7 +159,7 @@ def test_a_gpu_worker_needs_a_compiler_and_a_folder_for_kernel_launchers(
     assert checks.kernel_compiler().verdict is Verdict.OK
 
 
-def test_a_torch_that_sees_no_gpu_beside_a_driver_is_told(
+def test_a_torch_that_sees_no_gpu_despite_a_driver_is_reported(
     there: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for said, wanted in (("none False 0", "the CPU build"), ("13.0 False 0", "built for CUDA 13.0")):
@@ -171,7 +171,7 @@ def test_a_torch_that_sees_no_gpu_beside_a_driver_is_told(
     assert checks.gpu_in_torch().verdict is Verdict.OK
 
 
-def test_containers_need_a_toolkit_to_be_given_gpus(there: dict[str, str]) -> None:
+def test_containers_need_a_toolkit_to_use_gpus(there: dict[str, str]) -> None:
     assert checks.container_toolkit().verdict is Verdict.OK
     there["docker"] = "/usr/bin/docker"
     assert "container toolkit" in checks.container_toolkit().remedy

@@ -1,4 +1,4 @@
-"""Followers are asked for their memory. Those that do not answer, or that have restarted, keep their entries
+"""Followers report their own memory. Followers that do not answer, or that have restarted, keep their entries
 unchanged.
 """
 
@@ -27,7 +27,7 @@ class Follower(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.GetStatusResponse(worker_id="worker-1", incarnation=2, load=load)
 
 
-def test_a_follower_tells_its_memory_itself() -> None:
+def test_followers_report_their_own_memory() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     follower = Follower()  # pyright: ignore[reportAbstractUsage]
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(follower, server)

@@ -81,7 +81,7 @@ def test_drain(scripted: ScriptedDispatcher, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "worker-0 takes nothing new; 5 requests still running there\n"
 
 
-def test_a_dispatcher_is_drained_and_taken_back(
+def test_a_dispatcher_is_drained_and_undrained(
     scripted: ScriptedDispatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = os.environ["BALLAST_ADDRESS"]

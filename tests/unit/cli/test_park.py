@@ -1,4 +1,4 @@
-"""`ballast park --wait` and `ballast wake --wait` wait for a layout, and report when it cannot come."""
+"""`ballast park --wait` and `ballast wake --wait` wait for a layout, and report if it cannot be reached."""
 
 import argparse
 import asyncio

@@ -80,14 +80,14 @@ def test_the_page_shows_layers_and_load_of_each_worker() -> None:
     assert "███████░  96% of 100" in line_of(text, "worker-1", "serving")
 
 
-def test_memory_is_shown_as_the_sum_that_it_is() -> None:
+def test_memory_is_shown_as_a_sum() -> None:
     text = shown(cluster(worker_status()))
     assert " ".join(line_of(text, "device memory").split()) == "device memory parameters + KV + free = budget"
     row = " ".join(line_of(text, "worker-0", "adds up").split())
     assert row == "worker-0 100.0 MiB 700.0 MiB 224.0 MiB 1.0 GiB adds up"
 
 
-def test_memory_that_does_not_add_up_is_called_out() -> None:
+def test_memory_that_does_not_add_up_is_flagged() -> None:
     worker = worker_status()
     worker.load.memory.free_bytes += 4096
     assert "does not add up: +4,096 B" in shown(cluster(worker))
@@ -176,7 +176,7 @@ def test_demand_is_drawn_over_time_against_the_capacity_of_each_group() -> None:
     assert line_of(text, "400 of 1,600").split()[:3] == ["worker-1", "▃▃▃▃", "25%"]
     assert line_of(text, "all, with backlog").split()[3:] == ["▂▄▅█", "108%", "3,440", "of", "3,200"]
     bigger = merge(status)
-    history.add(bigger)  # the leader's history continues; the follower has no demand of its own any more
+    history.add(bigger)  # the leader's history continues; the follower no longer has its own demand
     text = shown(bigger, history=history)
     assert "▁▅███" in line_of(text, "merged", "140%")
     assert "▃▃▃" not in text
@@ -208,7 +208,7 @@ def test_the_page_of_top_fits_eighty_columns() -> None:
     assert "▃" * 25 not in text
 
 
-def test_rates_are_those_of_one_life_of_a_worker() -> None:
+def test_rates_are_those_of_one_incarnation_of_a_worker() -> None:
     rates = Rates()
     first, second, restarted = worker_status(), worker_status(), worker_status()
     second.load.generation_tokens_total = 1000

@@ -1,4 +1,4 @@
-"""Usability bugs that newcomers have met. Each of these tests once failed."""
+"""Usability bugs that new users ran into. Each of these tests once failed."""
 
 import ast
 import asyncio
@@ -182,7 +182,7 @@ def test_a_request_that_is_sent_again_keeps_its_id(command: list[str], monkeypat
 
 
 @pytest.mark.parametrize("command", ["plan", "drop", "restore", "transitions", "status", "top"])
-def test_a_wrong_address_is_asked_wrongly(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_address_is_a_usage_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--address", "nonsense"]) == 2
     assert capsys.readouterr().err == "ballast: address: must be host:port, got 'nonsense'\n"
 
@@ -243,7 +243,7 @@ def test_transitions_are_a_table_with_details_on_request(
     assert "1 min 1 s ago, 1 pair: predicted P99 TTFT 2.00 s" in capsys.readouterr().out
 
 
-def test_the_dashboard_does_not_say_that_nothing_came_back_where_layers_were_read_from_the_checkpoint() -> None:
+def test_the_dashboard_describes_drops_and_restores_from_the_checkpoint() -> None:
     assert (
         describe(DROP)
         == "75.0 GiB of parameters overboard in 0.50 s; 220 running requests moved, the longest pause 250 ms"
@@ -267,7 +267,7 @@ def test_the_dashboard_does_not_say_that_nothing_came_back_where_layers_were_rea
         (["transitions"], {"overload_policy", "held_s", "transitions"}),
     ],
 )
-def test_planner_commands_speak_json(
+def test_planner_commands_print_json(
     command: list[str], keys: set[str], planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--json"]) == 0
@@ -286,7 +286,7 @@ def test_planner_commands_speak_json(
         )
 
 
-def test_drain_health_doctor_and_model_speak_json(
+def test_drain_health_doctor_and_model_print_json(
     dispatcher: ScriptedDispatcher, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def told(*command: str, status: int = 0) -> Any:
@@ -312,7 +312,7 @@ def test_drain_health_doctor_and_model_speak_json(
 _WITHOUT_JSON = {"up", "serve", "chat", "chaos", "completion", "bench", "model", "tokens", "record", "batch", "scale"}
 
 
-def test_every_command_that_tells_something_has_json_on_one_page() -> None:
+def test_every_command_with_output_has_a_documented_json_flag() -> None:
     page = (ROOT / "docs" / "json.md").read_text()
     parser = build_parser("*")
     commands = next(action.choices for action in parser._actions if action.dest == "command")
@@ -337,7 +337,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixtu
     assert "/proc/foo" in said
 
 
-def test_a_full_disk_is_no_bug(
+def test_a_full_disk_is_not_reported_as_a_bug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def full(*_: object) -> int:

@@ -23,7 +23,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_both_policies_are_compared_and_the_result_is_told_in_words(
+def test_both_policies_are_compared_and_the_result_is_stated_in_words(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
@@ -53,7 +53,7 @@ def test_a_burst_that_fits_in_fewer_bits_needs_no_drop(
     assert "--quantization" in capsys.readouterr().err
 
 
-def test_a_pipe_is_told_how_far_a_long_run_has_come(
+def test_progress_of_a_long_run_is_written_to_a_pipe(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim, "_LINE_INTERVAL_S", 0.0)
@@ -67,7 +67,7 @@ def test_a_pipe_is_told_how_far_a_long_run_has_come(
 
 
 @pytest.mark.parametrize("kind", ["batch", "default"])
-def test_offline_work_runs_beside_arrivals_that_are_made(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_work_runs_alongside_generated_arrivals(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     arrivals = ["--arrivals", "rate_per_s=1,span_s=12,cv=2,on_s=5,off_s=3", "--offline", "longbench"]
     policies = "drop,drop:offline-slowdown=1000:label=step boundaries"
     assert main(["sim", *arrivals, "--offline-class", kind, *MODEL, "--policy", policies]) == 0
@@ -103,7 +103,7 @@ def test_a_figure_is_drawn(trace: Path, tmp_path: Path) -> None:
     assert out.stat().st_size > 10_000
 
 
-def test_a_scenario_says_everything_and_flags_change_it(
+def test_a_scenario_defines_everything_and_flags_override_it(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scenario, out = tmp_path / "scenario.yaml", tmp_path / "out.json"
@@ -128,7 +128,7 @@ layer_floor_s: 0.000053
 """
 
 
-def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_gpu_is_described_by_a_file(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the catalogue's figures for an A100, results equal those of an A100."""
     own, fast = tmp_path / "own.yaml", tmp_path / "fast.yaml"
     own.write_text(GPU)
@@ -204,16 +204,14 @@ def test_usage_errors_are_reported(
     assert told in capsys.readouterr().err
 
 
-def test_a_wrong_trace_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_trace_is_reported_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("arrival_s,input_tokens,output_tokens\n0.0,10,5\n1.0,many,5\n")
     assert main(["sim", "--trace", str(wrong), *MODEL]) == 2
     assert f"{wrong}:3: input_tokens must be a whole number" in capsys.readouterr().err
 
 
-def test_requests_that_were_cut_to_the_models_length_are_told_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_requests_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "long.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,100000,10\n1,100,10\n")
     find = ("--gpu", "A100-40G", "--model", "llama-2-13b", "--slo-ttft-s", "60")

@@ -16,7 +16,7 @@ TEXT = "Hello wörld, 1234 <|im_end|>\n\tdef f(x):"
 
 
 def older(folder: Path) -> list[int]:
-    """Replace `tokenizer.json` with the older files it can be built from; return the tokens it gave for `TEXT`."""
+    """Replace `tokenizer.json` with the older files that it can be built from; return its tokens for `TEXT`."""
     make_tiny("qwen2", folder, vocab=700, max_len=256)
     expected = load_tokenizer(folder).encode(TEXT).ids
     content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
@@ -29,7 +29,7 @@ def older(folder: Path) -> list[int]:
     return expected
 
 
-def test_fetch_makes_it_from_vocabulary_and_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetch_builds_it_from_vocabulary_and_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = older(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"`ballast model fetch .*model` makes it"):
         load_tokenizer(tmp_path / "model")
@@ -55,7 +55,7 @@ def test_a_vocabulary_that_encodes_nothing_is_refused(tmp_path: Path) -> None:
         ensure_tokenizer(tmp_path / "model")
 
 
-def test_a_folder_without_any_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_without_vocabulary_files_is_unchanged(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "model", layers=2)
     (tmp_path / "model" / "tokenizer.json").unlink()
     assert not ensure_tokenizer(tmp_path / "model")

@@ -38,7 +38,7 @@ STORY = RequestStory(
 )
 
 
-def test_an_ended_request_is_told_from_its_coming_to_its_end() -> None:
+def test_an_ended_request_is_described_from_arrival_to_end() -> None:
     assert list(tell(STORY)) == [
         "r-1 ended at its maximum length after 2.80 s, 3.00 s ago",
         "  12 prompt tokens, 64 of 64 new; priority default, from ipv4:127.0.0.1:5; reported by dispatcher-0",
@@ -52,7 +52,7 @@ def test_an_ended_request_is_told_from_its_coming_to_its_end() -> None:
     ]
 
 
-def test_only_losses_that_occurred_are_told() -> None:
+def test_only_losses_that_occurred_are_shown() -> None:
     refused = replace(STORY, state="refused", error="8 requests are waiting", moments=(), ttft_s=None, tpot_s=None)
     lines = list(tell(replace(refused, move_count=0)))
     assert lines[0] == "r-1 was refused, 3.00 s ago"

@@ -149,7 +149,7 @@ def test_leaving_a_stream_cancels_the_request_at_once(way: str) -> None:
     tell(story)
 
 
-def test_a_request_cancelled_by_id_ends_with_cancelled_and_leaves_its_reader_alone() -> None:
+def test_a_request_cancelled_by_id_ends_with_cancelled_and_its_reader_continues() -> None:
     async def story(dispatcher: ScriptedDispatcher, client: AsyncClient) -> None:
         dispatcher.tokens, dispatcher.pause_s = 1000, 5.0
         task = asyncio.create_task(client.generate("a", request_id="r9"))
@@ -169,7 +169,7 @@ def test_an_endless_deadline_is_none() -> None:
     tell(story)
 
 
-def test_the_deadline_travels_and_ends_the_request() -> None:
+def test_the_deadline_is_sent_along_and_ends_the_request() -> None:
     async def story(dispatcher: ScriptedDispatcher, client: AsyncClient) -> None:
         dispatcher.pause_s = 5.0
         started_s = time.monotonic()
@@ -180,7 +180,7 @@ def test_the_deadline_travels_and_ends_the_request() -> None:
     tell(story)
 
 
-def test_an_overloaded_dispatcher_is_not_asked_again_unless_told_so() -> None:
+def test_an_overloaded_dispatcher_is_not_retried_by_default() -> None:
     async def story(dispatcher: ScriptedDispatcher, client: AsyncClient) -> None:
         dispatcher.refuse = [Overloaded("backlog full", 0.25)]
         with pytest.raises(Overloaded) as caught:
@@ -191,7 +191,7 @@ def test_an_overloaded_dispatcher_is_not_asked_again_unless_told_so() -> None:
     tell(story)
 
 
-def test_retries_wait_as_told_and_keep_the_request_id() -> None:
+def test_retries_wait_for_the_given_delay_and_keep_the_request_id() -> None:
     async def story(dispatcher: ScriptedDispatcher, client: AsyncClient) -> None:
         dispatcher.refuse = [Overloaded("full", 0.05), Overloaded("full", 0.05)]
         started_s = time.monotonic()
@@ -247,7 +247,7 @@ async def test_after_the_first_token_nothing_is_repeated() -> None:
         assert healthy.requests == []
 
 
-async def test_a_record_left_by_a_dead_dispatcher_does_not_hide_why() -> None:
+async def test_a_claim_left_by_a_dead_dispatcher_does_not_hide_the_reason() -> None:
     dead, other = ScriptedDispatcher("a"), ScriptedDispatcher("b")
     dead.refuse, other.refuse = [Unavailable("a", "lost")], [AlreadyExists("r is being served")]
     async with serving(dead) as first, serving(other) as second, AsyncClient([first, second]) as client:
@@ -255,7 +255,7 @@ async def test_a_record_left_by_a_dead_dispatcher_does_not_hide_why() -> None:
             await client.generate("x")
 
 
-async def test_requests_take_turns() -> None:
+async def test_requests_alternate_between_dispatchers() -> None:
     a, b = ScriptedDispatcher("a"), ScriptedDispatcher("b")
     async with serving(a) as first, serving(b) as second, AsyncClient([first, second]) as client:
         for _ in range(4):
@@ -278,7 +278,7 @@ async def test_an_unreachable_cluster_is_reported() -> None:
             await client.cancel("r")
 
 
-async def test_an_address_that_swallows_packets_does_not_hold_the_call() -> None:
+async def test_an_address_that_never_answers_does_not_delay_the_call() -> None:
     with socket.socket() as silent:  # accepts connections and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -56,7 +56,7 @@ def test_the_stream_continues_after_the_received_tokens() -> None:
     tell(story)
 
 
-def test_an_answer_in_one_piece_is_asked_for_again() -> None:
+def test_an_answer_without_streaming_is_requested_again() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         answer = await client.generate("x", SamplingParams(seed=3))
         assert answer.token_ids == (0, 1, 2, 3, 4)
@@ -81,7 +81,7 @@ async def test_the_stream_continues_at_the_same_dispatcher_if_it_is_back() -> No
         assert [request.resumption.attempt for request in dispatcher.requests] == [1, 2, 3, 4, 5]
 
 
-def test_a_full_dispatcher_is_asked_again_when_it_says() -> None:
+def test_a_full_dispatcher_is_retried_after_its_delay() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         other.refuse = [Overloaded("full", 0.3), AlreadyExists("an earlier attempt ends just now")]
         dying.refuse = []
@@ -117,7 +117,7 @@ def test_the_error_says_if_resuming_is_not_possible() -> None:
     tell(story)
 
 
-def test_a_request_that_dispatchers_die_of_is_given_up() -> None:
+def test_a_request_that_kills_dispatchers_is_abandoned() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         other.die_after = 2
         with pytest.raises(Unavailable, match="is given up: 7 dispatchers in a row were lost"):
@@ -149,7 +149,7 @@ def test_leaving_the_stream_cancels_the_later_attempt() -> None:
     tell(story)
 
 
-async def test_a_dispatcher_that_is_back_is_asked_though_it_was_away_a_moment_ago() -> None:
+async def test_a_restarted_dispatcher_is_tried_although_it_has_just_failed() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

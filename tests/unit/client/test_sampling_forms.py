@@ -12,7 +12,7 @@ from ballast.client import AsyncClient, Client, InvalidRequest, SamplingParams, 
 from tests.support.scripted_dispatcher import serving_in_thread
 
 
-def test_a_mapping_and_lists_are_taken() -> None:
+def test_a_mapping_and_lists_are_accepted() -> None:
     with serving_in_thread() as (dispatcher, address), Client(address) as client:
         answer = client.generate("x", {"max_tokens": 4, "stop": ["a", "b"], "stop_token_ids": [7]})
         client.generate("x", {"stop": "end"})
@@ -38,7 +38,7 @@ def test_max_tokens_overrides_the_sampling_mapping() -> None:
     assert [request.sampling.seed for request in dispatcher.requests[1:3]] == [3, 3]
 
 
-def test_a_name_that_is_not_known_is_told_with_those_that_are() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with (
         Client("127.0.0.1:1") as client,
         pytest.raises(InvalidRequest, match=r"sampling\.max_token: is not known.*max_tokens"),
@@ -73,7 +73,7 @@ def test_arguments_of_the_wrong_type_are_named(given: dict[str, Any], why: str) 
     assert str(refused.value) == why
 
 
-def test_content_may_come_in_parts_of_text() -> None:
+def test_content_may_consist_of_text_parts() -> None:
     parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "ship"}]
     with serving_in_thread() as (dispatcher, address), Client(address) as client:
         client.generate(messages=[{"role": "user", "content": parts}])
@@ -94,7 +94,7 @@ def test_a_closed_client_says_so() -> None:
         client.generate("x")
 
 
-def test_the_import_waits_for_nothing_that_only_failures_and_tls_need() -> None:
+def test_the_import_loads_nothing_that_only_failures_and_tls_need() -> None:
     code = "import sys, ballast.client; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     later = {"google.rpc", "grpc_status", "secrets", "hmac", "ballast.rpc.tls"}

@@ -39,6 +39,6 @@ def test_invalid_targets_are_refused(text: str, why: str) -> None:
         read_by_class(text)
 
 
-def test_a_request_s_own_target_comes_before_its_class_s() -> None:
+def test_a_requests_own_target_takes_precedence_over_its_classs() -> None:
     assert Targets(tpot_s=0.1).or_else(Targets(0.5, 0.2)) == Targets(0.5, 0.1)
     assert Targets().or_else(Targets()) == Targets(math.inf, math.inf)

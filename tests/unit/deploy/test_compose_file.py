@@ -24,7 +24,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_ours_scales() -> None:
+def test_scalable_services_have_no_fixed_name_or_port() -> None:
     for name in SCALABLE:
         spec = OURS[name]
         assert "container_name" not in spec.raw
@@ -39,7 +39,7 @@ def test_one_port_is_published_and_to_this_machine_only() -> None:
     }
 
 
-def test_nothing_takes_a_machine_over_or_fills_its_disk() -> None:
+def test_cpu_memory_logs_and_restarts_are_limited() -> None:
     for name, spec in read_compose(ROOT / "docker-compose.yml", {}, ("emulated",)).items():
         assert float(spec.raw["cpus"]) > 0, name
         assert spec.raw["mem_limit"].endswith("g"), name
@@ -47,7 +47,7 @@ def test_nothing_takes_a_machine_over_or_fills_its_disk() -> None:
         assert spec.raw["restart"] == ("no" if name in ("keys", "model", "machine") else "on-failure:5"), name
 
 
-def test_sources_come_after_everything_that_is_installed_for_them() -> None:
+def test_images_install_requirements_before_they_copy_sources() -> None:
     stages = re.split(r"^FROM ", (ROOT / "deploy/docker/Dockerfile").read_text(), flags=re.MULTILINE)
     installing = [stage for stage in stages if "--require-hashes" in stage]
     assert len(installing) == 2
@@ -58,14 +58,14 @@ def test_sources_come_after_everything_that_is_installed_for_them() -> None:
     assert {name.split("/")[0] for names in copied for name in names.split()} <= {name.split("/")[0] for name in kept}
 
 
-def test_every_service_of_ours_that_stays_has_a_health_check() -> None:
+def test_every_long_running_service_has_a_health_check() -> None:
     assert {name for name, spec in OURS.items() if spec.health_command is None} == {"keys", "model"}
     for spec in OURS.values():
         for other, condition in spec.depends_on.items():
             assert condition == (COMPLETED if other in ("keys", "model") else HEALTHY)
 
 
-def test_the_profile_with_boards_mounts_files_that_exist_and_is_not_started_unasked() -> None:
+def test_the_profile_with_boards_mounts_existing_files_and_is_not_started_by_default() -> None:
     content = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     watching = {name: raw for name, raw in content.items() if raw.get("profiles") == ["observability"]}
     assert set(watching) == {"prometheus", "grafana"}
@@ -133,7 +133,7 @@ def test_the_planners_webhook_matches_ballast_scale() -> None:
     assert planner["extra_hosts"] == ["host.docker.internal:host-gateway"]
 
 
-def test_ours_stops_slower_than_its_services() -> None:
+def test_the_stop_grace_period_exceeds_the_drain_timeout() -> None:
     assert all(spec.raw["stop_grace_period"] == "40s" for spec in OURS.values())
 
 
@@ -164,7 +164,7 @@ services:
     assert spec.environment == {"NUMBER": "5"}
 
 
-def test_names_ports_and_paths_are_exchanged() -> None:
+def test_names_ports_and_paths_are_replaced() -> None:
     placement = Placement(
         ports={50051: 41000, 9090: 41001},
         peers={"redis:6379": "127.0.0.1:42000"},
@@ -213,7 +213,7 @@ def spec(name: str, *others: str) -> ServiceSpec:
     )
 
 
-def test_circles_and_strangers_are_refused() -> None:
+def test_circular_and_missing_dependencies_are_refused() -> None:
     with pytest.raises(ConfigError, match="circle among a, b"):
         start_order({"a": spec("a", "b"), "b": spec("b", "a")})
     with pytest.raises(ConfigError, match="no such service: z"):

@@ -55,7 +55,7 @@ def test_the_schema_of_kubernetes(manifest: dict[str, Any], version: str) -> Non
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_the_schema_would_find_a_mistake() -> None:
+def test_the_schema_rejects_a_mistake() -> None:
     wrong = copy.deepcopy(PODS["worker"])
     wrong["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["grpc"]["prt"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -74,7 +74,7 @@ def test_every_setting_exists() -> None:
         assert {key.split("__")[0] for key in SETTINGS} <= {f"BALLAST_{one.upper()}" for one in SERVICES}
 
 
-def test_pods_are_asked_by_grpc_and_say_where_they_are() -> None:
+def test_pods_are_probed_by_grpc_and_announce_their_addresses() -> None:
     for name in set(SERVICES) - {"gateway", "jobs"}:
         pod = container(name)
         assert all("grpc" in pod[probe] for probe in ("startupProbe", "livenessProbe", "readinessProbe")), name
@@ -97,7 +97,7 @@ def test_pods_end_without_losing_running_requests() -> None:
     assert "drain" in container("worker")["lifecycle"]["preStop"]["exec"]["command"][2]
 
 
-def test_dispatchers_are_reached_by_a_name_for_all_of_them() -> None:
+def test_all_dispatchers_share_a_dns_name() -> None:
     services = of_kind(MANIFESTS, "Service")
     assert services["dispatcher"]["spec"]["clusterIP"] == "None"
     assert {"name": "BALLAST_GATEWAY__DISPATCHERS", "value": "dispatcher:50051"} in container("gateway")["env"]
@@ -168,7 +168,7 @@ class Keda:
 
 @pytest.mark.rotating
 def test_workers_are_scaled_to_the_planners_number() -> None:
-    """At first compute is short, then no requests arrive. Pods are added at once, and the last pod is removed once it
+    """At first compute is scarce, then no requests arrive. Pods are added at once, and the last pod is removed once it
     is parked.
     """
     keda, metrics = Keda(), PlannerMetrics()

@@ -1,4 +1,6 @@
-"""Client streams between core and client: deltas are merged, waves end, and no stream is forgotten."""
+"""Streams from the core to clients: deltas are merged, a client that does not read delays a wave of messages only
+briefly, and no stream is forgotten.
+"""
 
 import asyncio
 
@@ -18,7 +20,7 @@ def finish(name: str) -> Finish:
     return Finish(RequestId(name), FinishReason.LENGTH, "", FACTS)
 
 
-async def test_output_of_a_pause_in_reading_is_returned_at_once_and_in_order() -> None:
+async def test_output_that_accumulated_unread_is_returned_at_once_and_in_order() -> None:
     one = stream("r", Pacer())
     for token in range(60):
         one.push([token], f"{token},", [f"l{token}"], at_s=float(token))
@@ -32,7 +34,7 @@ async def test_output_of_a_pause_in_reading_is_returned_at_once_and_in_order() -
     assert one.waiting_since_s is None
 
 
-async def test_many_logprobs_are_given_out_in_parts_and_the_ending_with_the_last_one() -> None:
+async def test_many_logprobs_are_delivered_in_parts_and_the_ending_with_the_last_one() -> None:
     one = stream("r", Pacer())
     for token in range(150):
         one.push([token], f"{token},", [f"l{token}"], at_s=float(token))

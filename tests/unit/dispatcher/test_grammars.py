@@ -52,6 +52,17 @@ def large(name: str) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
+async def test_the_end_of_an_idle_process_fails_no_grammar(tokenizer_file: Path) -> None:
+    async with checks(tokenizer_file) as made:
+        await made.check(regex("a"), (), "one")
+        [process] = made._free  # pyright: ignore[reportPrivateUsage]
+        for pause_s, text in ((0.0, "b"), (0.3, "c")):
+            process.kill()
+            await asyncio.sleep(pause_s)
+            await made.check(regex(text), (), "one")
+            [process] = made._free  # pyright: ignore[reportPrivateUsage]
+
+
 async def test_an_invalid_grammar_is_refused_each_time(tokenizer_file: Path) -> None:
     async with checks(tokenizer_file) as made:
         for _ in range(2):
@@ -82,7 +93,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(
         await made.check(regex("a"), (), "one")
 
 
-async def test_a_caller_with_many_large_ones_holds_up_himself(tokenizer_file: Path) -> None:
+async def test_a_caller_with_many_large_grammars_delays_only_itself(tokenizer_file: Path) -> None:
     async with checks(tokenizer_file) as made:
         await asyncio.gather(made.check(regex("x"), (), "a"), made.check(regex("y"), (), "b"))  # starts both processes
         flood = [asyncio.create_task(made.check(large(f"p{i}_"), (), "many")) for i in range(6)]
@@ -98,7 +109,7 @@ async def test_a_caller_with_many_large_ones_holds_up_himself(tokenizer_file: Pa
         assert still >= 4, f"five small grammars of another caller took {took_s:.1f} s"
 
 
-async def test_a_client_that_leaves_does_not_give_its_caller_another_turn(tokenizer_file: Path) -> None:
+async def test_a_disconnect_does_not_give_the_caller_a_second_concurrent_check(tokenizer_file: Path) -> None:
     async with checks(tokenizer_file) as made:
         await made.check(regex("x"), (), "one")
         first = asyncio.create_task(made.check(large("p"), (), "one"))
@@ -111,7 +122,7 @@ async def test_a_client_that_leaves_does_not_give_its_caller_another_turn(tokeni
         assert large("p") in made._found
 
 
-async def test_too_many_that_wait_are_refused(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_waiting_grammars_are_refused(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_WAITING_OF_ONE", 2)
     async with checks(tokenizer_file) as made:
         waiting = [asyncio.create_task(made.check(regex(f"c{i}"), (), "one")) for i in range(3)]
@@ -123,17 +134,25 @@ async def test_too_many_that_wait_are_refused(tokenizer_file: Path, monkeypatch:
         assert not made._turns
 
 
-async def test_a_process_that_dies_refuses_its_grammar_and_no_other(tokenizer_file: Path) -> None:
+async def test_a_process_that_dies_refuses_its_grammar_and_no_other(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with checks(tokenizer_file) as made:
-        await made.check(regex("x"), (), "one")
-        made._free[0].kill()
-        await made._free[0].wait()
-        with pytest.raises((InvalidRequest, OSError)):
-            await made.check(regex("y"), (), "one")
+        start = made._start
+
+        async def dying() -> asyncio.subprocess.Process:
+            process = await start()
+            process.kill()
+            return process
+
+        with monkeypatch.context() as patch:
+            patch.setattr(made, "_start", dying)
+            with pytest.raises(InvalidRequest, match="too large"):
+                await made.check(regex("y"), (), "one")
         await made.check(regex("y1"), (), "one")
 
 
-async def test_a_process_that_ends_before_it_is_ready_is_started_anew(
+async def test_a_process_that_ends_before_it_is_ready_is_restarted(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, started = asyncio.create_subprocess_exec, list[asyncio.subprocess.Process]()

@@ -72,7 +72,7 @@ def test_a_workers_report_of_a_step_arrives_unchanged() -> None:
     assert (of_older.preempted, of_older.resumed) == ((), ())
 
 
-async def test_a_broken_invariant_is_not_taken_for_a_worker_that_is_lost() -> None:
+async def test_a_broken_invariant_is_not_reported_as_a_lost_worker() -> None:
     met: list[Event] = []
     with pytest.raises(InvariantViolation, match="two owners"):
         await link_that_meets(InvariantViolation("two owners"), met).run()

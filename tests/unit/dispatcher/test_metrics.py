@@ -7,7 +7,7 @@ from services.dispatcher.shell.metrics import DispatcherMetrics
 from tests.support.dispatcher_core import Story, load
 
 
-def test_gauges_totals_and_histograms_tell_the_story() -> None:
+def test_gauges_totals_and_histograms_match_the_story() -> None:
     story = Story("a", "b")
     registry = CollectorRegistry()
     metrics = DispatcherMetrics(story.core, registry)

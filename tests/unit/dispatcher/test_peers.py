@@ -52,13 +52,13 @@ def test_a_fail_over_is_waited_for() -> None:
     assert not errors
 
 
-def test_a_definite_answer_is_not_asked_for_again() -> None:
+def test_a_definite_answer_is_not_retried() -> None:
     errors: list[BallastError] = [NotFound("no such worker"), NotFound("asked twice")]
     with pytest.raises(NotFound, match="no such worker"):
         asyncio.run(ask(errors, 30.0))
     assert len(errors) == 1
 
 
-def test_the_reason_is_told_before_the_time_is_over() -> None:
+def test_the_reason_is_reported_before_the_deadline() -> None:
     with pytest.raises(Unavailable, match="does not know"):
         asyncio.run(ask([Unavailable("planner-0", "does not know yet")] * 1000, 1.0))

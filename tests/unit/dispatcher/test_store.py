@@ -12,14 +12,17 @@ import redis.asyncio
 
 from ballast.common.errors import AlreadyExists, Cancelled
 from ballast.common.ids import DispatcherId, Incarnation, RequestId
+from ballast.common.layout import Layout
+from ballast.common.reach import Reach, write_reach
 from ballast.service.state import StateServer
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.shell.ports import Claim
 from services.dispatcher.store import DispatcherStore
+from tests.support.waiting import soon
 from tools.local.state_server import PrivateStateServer
 
 
-def test_words_that_make_no_sense_are_passed_over() -> None:
+def test_malformed_messages_are_ignored() -> None:
     heard: list[tuple[RequestId, int]] = []
 
     async def story() -> None:
@@ -45,7 +48,7 @@ def test_words_that_make_no_sense_are_passed_over() -> None:
     assert set(heard) == {(RequestId("r"), 7)}
 
 
-async def test_a_claim_whose_answer_was_lost_may_be_asked_for_again() -> None:
+async def test_a_claim_whose_answer_was_lost_may_be_repeated() -> None:
     """redis-py runs the script once more if the connection breaks after it has run."""
     async with _stores("d", "e") as (_, mine, other):
         claim = Claim(RequestId("r"), serial=5, secret_hash="hash")
@@ -109,6 +112,21 @@ async def test_a_key_of_a_wrong_type_is_cancelled_and_keeps_no_claim_from_its_re
         await store.cancel(garbage)
         with pytest.raises(Cancelled):
             await store.claim(garbage, 30.0)
+
+
+async def test_a_reach_that_the_state_server_has_lost_remains_current() -> None:
+    layouts: list[Layout] = []
+    reaches: list[Reach] = []
+    async with _stores("d") as (state, store):
+        watching = asyncio.create_task(store.watch_layout(0.01, layouts.append, reaches.append))
+        known = [Reach(tokens, 2 * tokens, 2, 2) for tokens in (1000, 2000)]
+        for body in (write_reach(known[0]), "", "nonsense", write_reach(known[1])):
+            key = state.redis.set("ballast:reach", body) if body else state.redis.delete("ballast:reach")
+            await state.run(cast(Awaitable[Any], key))
+            await asyncio.sleep(0.2)
+        await soon(lambda: known[1] in reaches)
+        watching.cancel()
+    assert reaches == known
 
 
 @contextlib.asynccontextmanager

@@ -5,15 +5,24 @@ import itertools
 
 import pytest
 import structlog.testing
+from prometheus_client import CollectorRegistry
 
 from ballast.common.errors import InvalidRequest
-from ballast.common.ids import RequestId
+from ballast.common.ids import DispatcherId, Incarnation, RequestId
 from ballast.common.sampling import FinishReason
 from services.dispatcher.core.events import Finish
 from services.dispatcher.core.story import Moment, What
 from services.dispatcher.core.story import Story as RequestStory
 from services.dispatcher.shell.chronicle import Chronicle, quantile
-from tests.support.dispatcher_core import FULL, Answer, Story
+from services.dispatcher.shell.dispatcher import DispatcherShell
+from services.dispatcher.shell.links import Identity
+from services.dispatcher.shell.metrics import DispatcherMetrics
+from tests.support.dispatcher_core import FULL, Answer, Story, request
+
+
+class StoppedClock:
+    def now_s(self) -> float:
+        return 0.0
 
 
 def moments(answer: Answer) -> list[tuple[str, str, int]]:
@@ -22,7 +31,7 @@ def moments(answer: Answer) -> list[tuple[str, str, int]]:
     return [(m.what.value, m.worker_id, m.token_count) for m in ended.facts.story.moments]
 
 
-def test_a_replayed_request_tells_where_it_was_lost_and_how_long_its_client_waited() -> None:
+def test_a_replayed_requests_story_shows_where_it_was_lost_and_the_clients_wait() -> None:
     story = Story("a", "b")
     story.submit("r1")
     story.now_s = 1.0
@@ -53,7 +62,7 @@ def test_a_replayed_request_tells_where_it_was_lost_and_how_long_its_client_wait
     assert "connection reset" in facts.story.moments[2].detail
 
 
-def test_a_move_is_told_with_the_layout_that_was_in_force() -> None:
+def test_a_move_is_recorded_with_the_layout_in_force() -> None:
     story = Story("a", "b")
     story.submit("r1")
     [first] = story.core.requests.values()
@@ -78,7 +87,7 @@ def test_the_story_of_one_request_is_bounded() -> None:
     assert told.left_out_count == 36
 
 
-def test_why_a_request_waits_is_noted_when_it_comes() -> None:
+def test_why_a_request_waits_is_recorded_on_arrival() -> None:
     story = Story("a", "b")
     story.step("a", report=FULL)
     story.step("b", report=FULL)
@@ -93,7 +102,28 @@ def test_why_a_request_waits_is_noted_when_it_comes() -> None:
     assert waiting[-1].story.moments[0].detail == expected
 
 
-def test_only_so_many_ended_requests_are_remembered_and_none_of_their_prompts() -> None:
+async def test_a_refused_duplicate_changes_no_history() -> None:
+    story = Story("a")
+    story.step("a", report=FULL)
+    chronicle = Chronicle(story.core, keep_count=4, log_each=False)
+    shell = DispatcherShell(
+        story.core,
+        identity=Identity(DispatcherId("d"), Incarnation(1)),
+        clock=StoppedClock(),
+        metrics=DispatcherMetrics(story.core, CollectorRegistry()),
+        chronicle=chronicle,
+        on_bug=lambda bug: pytest.fail(str(bug)),
+        client_stall_timeout_s=1.0,
+    )
+    for number in range(8):
+        story.submit(f"r{number}")
+    shell.open(request("r7"))
+    waiting = story.core.requests[RequestId("r7")]
+    assert waiting.worker is None
+    assert not waiting.story.moments
+
+
+def test_a_limited_number_of_ended_requests_is_stored_without_prompts() -> None:
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=3, log_each=False)
     for number in range(5):
@@ -135,7 +165,7 @@ def test_a_running_request_is_not_hidden_by_a_refused_one_of_the_same_id() -> No
     assert account.state == "running"
 
 
-def test_times_of_now_count_those_that_still_wait() -> None:
+def test_current_latencies_include_waiting_requests() -> None:
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=3, log_each=False)
     story.submit("r1")
@@ -166,7 +196,7 @@ def test_a_wrong_request_is_counted_under_a_bounded_id() -> None:
     assert account.state == "invalid"
 
 
-async def test_lines_of_many_endings_at_once_are_written_a_few_in_each_turn_of_the_loop() -> None:
+async def test_log_lines_of_many_endings_are_written_a_few_per_turn_of_the_event_loop() -> None:
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=3, log_each=True)
     wrong = InvalidRequest("prompt", "is empty")

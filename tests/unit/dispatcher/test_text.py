@@ -99,14 +99,14 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("why", ENDLESS)
-def test_a_template_that_does_not_end_is_ended(model: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_runs_forever_is_aborted(model: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.dispatcher.template._MOST_TURNS", 100_000)  # the real limit takes half a minute
     edit(model / "tokenizer_config.json", chat_template=ENDLESS[why])
     with pytest.raises(InvalidRequest, match=why):
         conversation(PromptEncoder(model), ("user", "x"))
 
 
-def test_a_template_with_many_turns_is_rendered_all_the_same(model: Path) -> None:
+def test_a_template_with_many_turns_is_rendered(model: Path) -> None:
     template = "{% for i in range(300) %}{% for j in range(300) %}{% if i == j %}x{% endif %}{% endfor %}{% endfor %}"
     edit(model / "tokenizer_config.json", chat_template=template)
     encoder = PromptEncoder(model)
@@ -115,7 +115,7 @@ def test_a_template_with_many_turns_is_rendered_all_the_same(model: Path) -> Non
     )
 
 
-def test_a_text_that_is_too_long_for_certain_is_refused_untokenized(model: Path) -> None:
+def test_a_text_that_is_certainly_too_long_is_refused_untokenized(model: Path) -> None:
     encoder = PromptEncoder(model)
     with pytest.raises(InvalidRequest, match=r"16777216 characters, but the 100 tokens that fit \(max_model_len 101\)"):
         asyncio.run(encoder.encode_text("x" * (16 << 20), longest=100))
@@ -130,7 +130,7 @@ def test_without_a_template_conversations_are_refused_and_text_is_served(model: 
     assert asyncio.run(encoder.encode_text("x"))
 
 
-def test_a_template_file_goes_before_the_entry_and_of_several_the_default_is_taken(model: Path) -> None:
+def test_a_template_file_takes_precedence_and_of_several_templates_the_default(model: Path) -> None:
     named = [{"name": "tools", "template": "wrong"}, {"name": "default", "template": "{{ messages[0]['content'] }}"}]
     edit(model / "tokenizer_config.json", chat_template=named)
     plain = conversation(PromptEncoder(model), ("user", "abc"))
@@ -195,7 +195,7 @@ def test_bytes_of_tokens_are_those_of_the_text(model: Path) -> None:
     assert encoder.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_last_message_goes_on_where_it_ends(model: Path) -> None:
+def test_a_last_message_can_be_continued(model: Path) -> None:
     encoder = PromptEncoder(model)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The ship "}]
     variables = {"continue_final_message": True, "add_generation_prompt": False}

@@ -93,7 +93,7 @@ def layout(epoch: int, *layers: tuple[int, int]) -> Layout:
     return Layout(Epoch(epoch), 4, tuple(Group(GroupId(m.worker_id), (m,)) for m in members), "overload")
 
 
-def test_a_request_is_linked_to_the_drops_that_it_has_lived_through_and_to_no_others() -> None:
+def test_a_request_is_linked_only_to_the_drops_during_its_lifetime() -> None:
     now = [0.0]
 
     class Moving:

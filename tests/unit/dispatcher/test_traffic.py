@@ -46,7 +46,7 @@ def test_a_cluster_that_has_just_started_was_calm_before() -> None:
     assert found.calm_per_s == 0.0
 
 
-def test_how_long_and_high_bursts_are_is_learnt_from_those_before() -> None:
+def test_the_length_and_height_of_bursts_are_learnt_from_earlier_ones() -> None:
     """Bursts of six seconds every minute, at ten requests a second instead of one."""
     times = [i / 10 for i in range(3000) if i % 10 == 0 or 0 < i % 600 < 60]
 
@@ -70,7 +70,7 @@ def test_how_long_and_high_bursts_are_is_learnt_from_those_before() -> None:
     assert (both.burst_s, both.burst_per_s) == (4.0, 3.0)
 
 
-def test_the_form_of_a_version_that_did_not_know_bursts_is_read() -> None:
+def test_the_format_of_a_version_without_bursts_is_read() -> None:
     words = write_traffic(counted([1.0, 2.5], 12.5)).split(" ")
     assert read_traffic(" ".join([*words[:11], *words[14:]])) == counted([1.0, 2.5], 12.5)
 
@@ -86,7 +86,7 @@ def test_old_data_is_forgotten() -> None:
     assert late.is_idle
 
 
-def test_long_prompts_are_told_from_short_ones() -> None:
+def test_long_prompts_are_distinguished_from_short_ones() -> None:
     counter = TrafficCounter()
     for i in range(100):
         counter.arrived(RequestId(f"r{i}"), i / 2, 8000 if i % 50 == 0 else 200)
@@ -98,7 +98,7 @@ def test_long_prompts_are_told_from_short_ones() -> None:
     assert counter.read(200.0, 0, 0).prompt_quantile(0.5) is None
 
 
-def test_there_is_news_of_each_request_at_once_and_of_tokens_four_times_a_second() -> None:
+def test_requests_are_reported_at_once_and_tokens_four_times_a_second() -> None:
     counter = TrafficCounter()
     one = RequestId("r")
     changes: list[Callable[[], None]] = [
@@ -129,7 +129,7 @@ def test_dispatchers_add_up() -> None:
     assert sum_traffic([]) == Traffic()
 
 
-def test_a_word_is_read_as_it_was_written() -> None:
+def test_a_report_survives_a_round_trip() -> None:
     traffic = counted([1.0, 2.5, 11.25], 12.5)
     assert read_traffic(write_traffic(traffic)) == traffic
     served = had([0.001, 0.7, 1e4], 3, 0.25)
@@ -164,7 +164,7 @@ def test_the_oldest_wait_is_that_of_the_first_request_without_a_token() -> None:
     assert counter.read(7.0, 0, 0).oldest_wait_s == 0.0
 
 
-def test_tokens_of_answers_that_go_on_are_those_of_no_answer_that_has_ended() -> None:
+def test_tokens_of_running_answers_do_not_count_for_ended_ones() -> None:
     counter = TrafficCounter()
     long, short, taken_over = (RequestId(name) for name in ("long", "short", "over"))
     for name, made_count in ((long, 0), (short, 0), (taken_over, 70)):
@@ -211,6 +211,6 @@ def test_served_between_compares_two_readings() -> None:
         "0 0 0 0 0 0 0 0 0 0 0 [] 0 0 [" + "1," * 60 + "]",
     ],
 )
-def test_a_strange_word_is_refused(text: str) -> None:
+def test_a_malformed_report_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - raised by int() or by unpacking
         read_traffic(text)

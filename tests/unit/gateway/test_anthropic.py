@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests are converted to chats, and answers to blocks. Errors have its format."""
+"""Anthropic's Messages API: requests are converted to chats, and answers to blocks. Errors have the API's format."""
 
 import contextlib
 import json
@@ -170,7 +170,7 @@ def test_why_an_answer_ended() -> None:
     assert odd["content"][2]["input"] == {"arguments": '{"city": Ulm}'}
 
 
-def test_failures_are_in_its_words() -> None:
+def test_errors_have_anthropics_format() -> None:
     wrong = failure_form(invalid("max_tokens", "is missing"), "msg-1")
     error = {"type": "invalid_request_error", "message": "max_tokens: is missing"}
     assert wrong == {"type": "error", "error": error, "request_id": "msg-1"}

@@ -77,10 +77,10 @@ class Parts:
         if self.asked[-1] != "Bearer good":
             raise Unauthenticated("the token is not known here")
 
-    async def serve(self, client: Client, act: Handler) -> None:
+    async def serve(self, client: Client, act: Handler, kind: str = "chatcmpl") -> None:
         scope: Any = {"type": "http", "headers": [(k.encode(), v.encode()) for k, v in client.headers.items()]}
         send: Any = client.send
-        await self.door.endpoint(PATH, "chatcmpl", act)(scope, client.receive, send)
+        await self.door.endpoint(PATH, kind, act)(scope, client.receive, send)
 
     def count(self, status: int) -> float | None:
         labels = {"route": PATH, "status": str(status)}
@@ -95,7 +95,7 @@ async def echo(call: Call) -> Reply:
     return {"id": call.request_id, "metadata": dict(call.metadata)}
 
 
-async def test_headers_go_on_and_ids_come_back() -> None:
+async def test_headers_are_forwarded_and_ids_are_returned() -> None:
     parts = Parts()
     client = Client(
         headers={
@@ -118,7 +118,7 @@ async def test_headers_go_on_and_ids_come_back() -> None:
     assert (parts.count(200), parts.in_flight) == (2, 0)
 
 
-async def test_anthropics_clients_show_their_key_under_another_name_and_read_other_failures() -> None:
+async def test_anthropics_clients_use_another_key_header_and_error_format() -> None:
     parts = Parts(max_concurrent_requests=1)
     client = Client(headers={"x-api-key": "secret"})
     await parts.serve(client, echo)
@@ -134,7 +134,7 @@ async def test_anthropics_clients_show_their_key_under_another_name_and_read_oth
     assert (client.status, client.error["type"]) == (529, "overloaded_error")
 
 
-async def test_bodies_may_be_packed_and_are_bounded_unpacked() -> None:
+async def test_bodies_may_be_compressed_and_their_decompressed_size_is_limited() -> None:
     async def told(call: Call) -> Reply:
         return {"body": call.body.decode()}
 
@@ -157,12 +157,18 @@ async def test_long_answers_are_compressed_for_clients_that_accept_it() -> None:
     async def long(_: Call) -> Reply:
         return {"text": "ship " * 10_000}
 
-    for accepted, packs in (("gzip, deflate", True), ("identity", False)):
+    for accepted, packs in (
+        ("gzip, deflate", True),
+        ("identity", False),
+        ("gzip;q=0, br", False),
+        ("gzip;q=0.5", True),
+    ):
         client = Client(headers={"accept-encoding": accepted})
         await Parts().serve(client, long)
         body = gzip.decompress(client.body) if packs else client.body
         assert len(json.loads(body)["text"]) == 50_000
         assert ((b"content-encoding", b"gzip") in client.sent[0]["headers"]) is packs
+        assert (b"vary", b"accept-encoding") in client.sent[0]["headers"]
         assert (b"content-length", b"%d" % len(client.body)) in client.sent[0]["headers"]
 
 
@@ -214,7 +220,7 @@ async def test_a_disconnect_cancels_even_while_sending_is_blocked() -> None:
     assert (parts.count(499), parts.in_flight) == (3, 0)
 
 
-async def test_a_cancelled_server_is_not_taken_for_a_client_that_left() -> None:
+async def test_a_cancelled_server_is_not_reported_as_a_client_that_left() -> None:
     parts = Parts()
 
     async def slow(call: Call) -> Reply:
@@ -229,7 +235,7 @@ async def test_a_cancelled_server_is_not_taken_for_a_client_that_left() -> None:
     assert (parts.count(499), parts.in_flight) == (None, 0)
 
 
-async def test_too_many_and_too_late_are_told_when_to_come_again() -> None:
+async def test_overload_and_timeout_responses_have_a_retry_delay() -> None:
     parts = Parts(max_concurrent_requests=1)
     release = asyncio.Event()
 
@@ -251,7 +257,7 @@ async def test_too_many_and_too_late_are_told_when_to_come_again() -> None:
     assert (late.status, late.error["code"]) == (503, "stopping")
 
 
-async def test_failures_are_told_before_the_first_byte_and_behind_it() -> None:
+async def test_failures_are_reported_before_and_after_the_first_byte() -> None:
     parts = Parts()
 
     async def overloaded(call: Call) -> Reply:
@@ -282,6 +288,10 @@ async def test_failures_are_told_before_the_first_byte_and_behind_it() -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "overloaded"
     assert client.sent[-1]["more_body"] is False
     assert parts.count(503) == 2
+    client = Client()
+    await parts.serve(client, late, "resp")
+    kind, _, data = client.body.decode().split("\n\n")[-2].partition("\ndata: ")
+    assert (kind, json.loads(data)["type"], json.loads(data)["code"]) == ("event: error", "error", "overloaded")
 
 
 async def test_the_caller_is_authenticated_before_a_large_body_is_read() -> None:
@@ -299,7 +309,7 @@ async def test_the_caller_is_authenticated_before_a_large_body_is_read() -> None
 
 
 @pytest.mark.parametrize("name", ["traceparent", "tracestate"])
-async def test_headers_that_make_no_sense_are_not_passed_on(name: str) -> None:
+async def test_malformed_headers_are_not_forwarded(name: str) -> None:
     parts = Parts()
     for value in ("caf\u00e9", "x" * 61_440, "a\x01b"):
         client = Client(headers={name: value})

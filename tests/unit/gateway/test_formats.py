@@ -1,4 +1,4 @@
-"""Reasoning, tool calls and text are recognised in an answer, however it is split into chunks."""
+"""Reasoning, tool calls and text of an answer are recognised, however it is split into chunks."""
 
 import itertools
 import json
@@ -149,6 +149,21 @@ CASES: list[tuple[str, str, tuple[str, str, list[Call]]]] = [
         ("hm", "Yes.", []),
     ),
     ("openai", "plain", ("", "plain", [])),
+    *(
+        (
+            "openai",
+            f"{role}<|message|>{{}}<|call|><|start|>assistant<|channel|>final<|message|>a",
+            ("", "a", [("f", "{}")]),
+        )
+        for role in (
+            " to=functions.f<|channel|>commentary json",
+            "to=functions.f<|channel|>commentary <|constrain|>json",
+            "<|channel|>analysis<|message|><|end|><|start|>assistant to=functions.f<|channel|>commentary json",
+            "<|channel|>analysis<|message|><|end|><|start|>assistant to=functions.f",
+        )
+    ),
+    ("openai", "<|channel|>commentary to=functions. <|constrain|>json<|message|>{}<|call|>", ("", "{}", [])),
+    ("openai", " to=ground it", ("", " to=ground it", [])),
     (
         "qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
@@ -178,7 +193,7 @@ CASES: list[tuple[str, str, tuple[str, str, list[Call]]]] = [
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES)
 @given(cuts=st.lists(st.integers(0, 160)))
-def test_an_answer_is_taken_apart_wherever_it_is_cut(
+def test_an_answer_is_parsed_wherever_it_is_split(
     kind: str, text: str, expected: tuple[str, str, list[Call]], cuts: list[int]
 ) -> None:
     assert heard(of(kind), text, cuts) == expected
@@ -189,13 +204,13 @@ _PIECES = (
     "[ARGS]", "{", "}", '"', "\\", "\n", " ", "words", "<", "<function=a>", "<parameter=city>", "</parameter>",
     "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", DS_BEGIN, DS_END, "<｜tool▁call▁begin｜>",
     "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "<|channel|>", "analysis", "<|message|>", "<|end|>", "[", "]",
-    "a", "to=functions.", "<|python_tag|>",
+    "a", "to=functions.", "<|python_tag|>", "<|start|>", "<|call|>",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", list(ToolFormat))
 @given(pieces=st.lists(st.sampled_from(_PIECES), max_size=14), cuts=st.lists(st.integers(0, 120)), cut=st.booleans())
-def test_pieces_never_matter(kind: str, pieces: list[str], cuts: list[int], *, cut: bool) -> None:
+def test_chunk_boundaries_never_matter(kind: str, pieces: list[str], cuts: list[int], *, cut: bool) -> None:
     text = "".join(pieces)
     for thoughts in (None, THINK, Thoughts(open=True)):
         whole = heard(of(kind, thoughts), text, cut=cut)
@@ -205,12 +220,12 @@ def test_pieces_never_matter(kind: str, pieces: list[str], cuts: list[int], *, c
 
 @pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic"])
 @given(text=st.text(alphabet='<tool_cal>/{}" ;:,1n[]TOLCAS'))
-def test_words_without_a_call_are_not_lost(kind: str, text: str) -> None:
+def test_text_without_a_call_is_not_lost(kind: str, text: str) -> None:
     _, said, calls = heard(of(kind, None), text)
     assert calls or said == text
 
 
-def test_a_thought_that_the_prompt_has_opened() -> None:
+def test_reasoning_that_the_prompt_has_opened() -> None:
     opened = answer(Thoughts(open=True), plain)
     assert heard(opened, "because\n</think>\n\nYes.") == ("because", "Yes.", [])
     assert heard(opened, "it never ends") == ("it never ends", "", [])
@@ -230,13 +245,13 @@ CUT = [
 
 
 @pytest.mark.parametrize(("kind", "text", "calls"), CUT)
-def test_a_call_that_is_cut_off_is_none_and_complete_ones_are_kept(kind: str, text: str, calls: list[Call]) -> None:
+def test_a_truncated_call_is_ignored_and_complete_ones_are_kept(kind: str, text: str, calls: list[Call]) -> None:
     _, said, found = heard(of(kind), text, cut=True)
     assert found == calls
     assert said in ("", "Well. ")
 
 
-def test_answers_that_are_bound_to_be_calls() -> None:
+def test_answers_that_are_constrained_to_calls() -> None:
     two = '[{"name": "clock", "arguments": {}}, {"name": "weather", "arguments": {"x": 1}}]'
     assert heard(array_of_calls, two) == ("", "", [("clock", "{}"), ("weather", '{"x": 1}')])
     assert heard(array_of_calls, two[:-10], cut=True) == ("", "", [("clock", "{}")])
@@ -244,7 +259,7 @@ def test_answers_that_are_bound_to_be_calls() -> None:
     assert heard(arguments_of("clock"), "{   ", cut=True) == ("", "", [])
 
 
-def test_tokens_of_thoughts_are_counted() -> None:
+def test_reasoning_tokens_are_counted() -> None:
     exact = AnswerParser(answer(THINK, plain), None, 9)
     exact.feed("<think>", [1])
     assert exact.reasoning_token_count == 0

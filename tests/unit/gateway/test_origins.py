@@ -37,7 +37,7 @@ PREFLIGHT = {
 
 
 @pytest.mark.parametrize("origins", ["*", "https://b.example, https://a.example"])
-def test_a_page_of_an_origin_that_is_allowed(origins: str) -> None:
+def test_a_page_of_an_allowed_origin(origins: str) -> None:
     status, headers = asked(origins, "OPTIONS", PREFLIGHT)
     assert status == 200
     assert headers["access-control-allow-origin"] in ("*", "https://a.example")
@@ -48,7 +48,7 @@ def test_a_page_of_an_origin_that_is_allowed(origins: str) -> None:
     assert "x-request-id" in headers["access-control-expose-headers"]
 
 
-def test_other_origins_get_no_leave() -> None:
+def test_other_origins_get_no_permission() -> None:
     assert asked("https://b.example", "OPTIONS", PREFLIGHT)[0] == 400
     assert "access-control-allow-origin" not in asked("https://b.example", "POST", PREFLIGHT)[1]
     assert allowing(app, " , ") is app  # type: ignore[comparison-overlap]

@@ -1,6 +1,7 @@
 """Request fields are followed, or refused by name."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from services.gateway.openai.responses import ResponsesRequest
 from services.gateway.openai.sampling import priority_of
 from services.gateway.openai.structure import form_of
 from services.gateway.openai.tools import tool_use_of
+from services.gateway.openai.writing import completion_logprobs, encoded
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
@@ -51,7 +53,7 @@ def test_the_docs_name_each_field_that_is_refused() -> None:
     assert [name for name in UNSUPPORTED if f"`{name}`" not in page] == []
 
 
-def test_echo_is_for_completions() -> None:
+def test_echo_is_for_completions_only() -> None:
     refuse_unsupported(parse(CompletionRequest, json.dumps({**TEXT, "echo": True}).encode()))
 
 
@@ -62,9 +64,24 @@ def test_older_names_of_structured_outputs_are_followed() -> None:
     assert chat(guided_json={"type": "object"}).structured == {"json": {"type": "object"}}
     with pytest.raises(Failure):
         _ = chat(guided_regex="a", structured_outputs={"regex": "a"}).structured
+    for several in ({"json": {}, "regex": "a"}, {"json": {}, "whitespace_pattern": "x"}, {"regex": "a", "other": 1}):
+        with pytest.raises(Failure, match="structured_outputs"):
+            form_of(None, several)
+    assert (
+        form_of(None, {"regex": "a", "json_object": False, "disable_any_whitespace": False}).grammar
+        == form_of(None, {"regex": "a"}).grammar
+    )
 
 
-def test_thoughts_in_history_go_to_the_template_under_all_their_names() -> None:
+def test_a_message_of_many_thoughts_is_read_in_linear_time() -> None:
+    parts = [{"type": "thinking", "thinking": str(number)} for number in range(20_000)]
+    began_s = time.process_time()
+    [_, said] = messages_for_template([{"role": "user", "content": "?"}, {"role": "assistant", "content": parts}])
+    assert said["thinking"].count("\n") == 19_999
+    assert time.process_time() - began_s < 5.0
+
+
+def test_reasoning_in_history_reaches_the_template_under_all_its_names() -> None:
     asked = {"role": "user", "content": "?"}
     for name in ("reasoning", "reasoning_content"):
         [_, said] = messages_for_template([asked, {"role": "assistant", "content": "a", name: "hm"}])
@@ -85,7 +102,7 @@ def test_a_field_that_only_the_chat_request_refuses_is_named() -> None:
         request.as_chat()
 
 
-def test_numbers_as_priorities_are_vllms() -> None:
+def test_numeric_priorities_have_vllms_meaning() -> None:
     classes = [priority_of(chat(priority=each)) for each in (-1, 0, 5, "batch")]
     assert classes == [PriorityClass.INTERACTIVE, PriorityClass.DEFAULT, PriorityClass.BATCH, PriorityClass.BATCH]
 
@@ -97,7 +114,7 @@ def json_schema(strict: bool | None) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": SET, "strict": strict}}
 
 
-def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes_and_the_answer_says_so() -> None:
+def test_unsupported_keywords_of_a_non_strict_schema_are_ignored_and_the_answer_says_so() -> None:
     loose = form_of(json_schema(None), None)
     assert loose.left_out == {"uniqueItems"}
     assert loose.grammar is not None
@@ -108,7 +125,7 @@ def test_a_schema_that_is_not_strict_is_followed_as_far_as_it_goes_and_the_answe
     assert "format" not in strict.grammar.text  # an annotation, strict or not
 
 
-def test_keys_are_left_out_where_they_are_keywords_only() -> None:
+def test_only_schema_keywords_are_left_out_and_no_property_names() -> None:
     schema = {
         "type": "object",
         "properties": {"not": {"type": "string"}, "format": {"const": {"format": "path", "if": 1}}},
@@ -119,7 +136,7 @@ def test_keys_are_left_out_where_they_are_keywords_only() -> None:
     assert (json.loads(form.grammar.text), form.left_out) == (schema, frozenset())
 
 
-def test_arguments_of_earlier_calls_that_are_no_json_go_on_as_they_are() -> None:
+def test_invalid_json_arguments_of_earlier_calls_are_forwarded_unchanged() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": '{"x": '}}
     [message] = messages_for_template([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert message["tool_calls"][0]["function"]["arguments"] == '{"x": '
@@ -177,7 +194,7 @@ def test_a_choice_of_a_malformed_function_is_refused() -> None:
         tool_use_of(tools, {"function": "f"}, parallel=True, template="tools", kind=None)
 
 
-def test_a_schema_that_is_nested_too_deeply_is_the_clients_mistake() -> None:
+def test_a_schema_that_is_nested_too_deeply_is_a_client_error() -> None:
     schema: dict[str, Any] = {}
     for _ in range(900):
         schema = {"properties": {"a": schema}}
@@ -210,18 +227,28 @@ def test_offsets_in_a_stream_equal_those_of_a_whole_answer_although_its_text_lag
     assert streamed == offsets(whole["choices"][0]) == [0, 2, 4]
 
 
-def test_completions_call_their_field_logprobs() -> None:
+def test_alternatives_that_are_parts_of_characters_stay_apart() -> None:
+    halves = tuple(TokenLogprob(token_id, -1.0, bytes([0xE2, 0x90 + token_id])) for token_id in range(3))
+    found, _ = completion_logprobs([Logprobs(halves[0], halves[1:])], 0)
+    assert found["top_logprobs"] == [{rf"bytes:\xe2\x9{token_id}": -1.0 for token_id in (1, 2, 0)}]
+
+
+def test_a_lone_surrogate_of_a_call_does_not_break_the_answer() -> None:
+    assert json.loads(encoded({"name": "a\ud800"})) == {"name": "a?"}
+
+
+def test_the_logprobs_field_of_completions() -> None:
     assert failure_of(InvalidRequest("sampling.logprobs", "must be between 0 and 20, got 21")).param == "logprobs"
 
 
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_gateways_look_for() -> None:
+def test_the_error_for_a_prompt_that_is_too_long_has_the_wording_gateways_look_for() -> None:
     why = "100 and a prompt of 5000 tokens exceed max_model_len 4096; at most 0 fit"
     failure = failure_of(InvalidRequest("sampling.max_tokens", why))
     assert failure.code == "context_length_exceeded"
     assert "This model's maximum context length is 4096 tokens" in str(failure.body()["error"])
 
 
-def test_calls_of_openais_older_form_in_a_history_go_on_as_calls_of_tools() -> None:
+def test_function_calls_of_the_older_form_in_history_become_tool_calls() -> None:
     named = {"name": "weather", "arguments": '{"city": "Ulm"}'}
     asked, called, answered = messages_for_template(
         [
@@ -237,7 +264,7 @@ def test_calls_of_openais_older_form_in_a_history_go_on_as_calls_of_tools() -> N
 
 
 @pytest.mark.parametrize("given", [{}, {"type": None}, {"type": "xml"}, {"schema": {}}])
-def test_a_form_without_a_type_that_is_known_is_refused(given: dict[str, Any]) -> None:
+def test_a_response_format_of_unknown_type_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(Failure) as refused:
         form_of(given, None)
     assert refused.value.param == "response_format"

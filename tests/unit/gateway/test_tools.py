@@ -25,7 +25,7 @@ def use(choice: object, template: str = HERMES, kind: ToolFormat | None = None, 
     return tool_use_of(TOOLS, choice, parallel=parallel, template=template, kind=kind)
 
 
-def test_the_choice_binds_the_answer() -> None:
+def test_the_tool_choice_constrains_the_answer() -> None:
     assert use(None).kind is ToolFormat.HERMES
     assert use("auto", LLAMA, ToolFormat.HERMES).kind is ToolFormat.HERMES
     assert use("none") is None
@@ -51,11 +51,11 @@ def test_the_choice_binds_the_answer() -> None:
         ("{{ tools }}", "hermes"),
     ],
 )
-def test_the_template_tells_the_format(template: str, kind: str) -> None:
+def test_the_format_follows_from_the_template(template: str, kind: str) -> None:
     assert use("auto", template).kind == kind
 
 
-def test_a_template_may_begin_the_thought() -> None:
+def test_a_template_may_begin_the_reasoning() -> None:
     open_ = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     asked = "{% if add_generation_prompt %}{% if enable_thinking is false %}<think>\n\n</think>{% endif %}{% endif %}"
     assert thoughts_of(ReasoningParser.AUTO, open_, {}) == Thoughts(open=True)
@@ -67,7 +67,7 @@ def test_a_template_may_begin_the_thought() -> None:
     assert thoughts_of(ReasoningParser.NONE, open_, {}) is None
 
 
-def test_a_grammar_begins_behind_the_thought_of_a_model_that_thinks() -> None:
+def test_a_grammar_begins_after_the_reasoning() -> None:
     grammar = Grammar(GrammarKind.REGEX, "a")
     assert Thoughts().before(grammar) == grammar
     assert Thoughts(open=True).before(grammar) == replace(grammar, thought_end="</think>")
@@ -75,7 +75,7 @@ def test_a_grammar_begins_behind_the_thought_of_a_model_that_thinks() -> None:
     assert (likely.thought_begin, likely.thought_end) == ("[THINK]", "[/THINK]")
 
 
-def test_calls_that_are_demanded_may_follow_a_thought() -> None:
+def test_required_calls_may_follow_reasoning() -> None:
     for choice, text in (("required", '[{"name": "clock", "arguments": {}}]'), ({"function": {"name": "clock"}}, "{}")):
         tools = tool_use_of(TOOLS, choice, parallel=True, template=HERMES, kind=None)
         assert tools is not None
@@ -84,7 +84,7 @@ def test_calls_that_are_demanded_may_follow_a_thought() -> None:
         assert events == [Reasoning("hm <tool_call>"), CallBegin("clock"), Arguments("{}"), CallEnd(complete=True)]
 
 
-def test_references_within_a_tool_hold_below_the_array_of_calls() -> None:
+def test_references_within_a_tool_are_valid_in_the_array_of_calls() -> None:
     leaf = {"type": "object", "properties": {"n": {"type": "integer"}, "$ref": {"type": "string"}}}
     nested = {
         "$defs": {"Leaf": leaf},

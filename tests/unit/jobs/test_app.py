@@ -102,7 +102,7 @@ def run(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(story, 30))
 
 
-def test_files_go_in_and_out_byte_for_byte(tmp_path: Path) -> None:
+def test_files_are_stored_and_returned_byte_for_byte(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as service:
             content = bytes(range(256)) * 3 + f"\r\n--{EDGE}x\r\n".encode()
@@ -123,7 +123,7 @@ def test_files_go_in_and_out_byte_for_byte(tmp_path: Path) -> None:
     run(story())
 
 
-def test_lists_go_page_by_page(tmp_path: Path) -> None:
+def test_lists_are_paginated(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as service:
             ids = [(await service.upload(b"%d" % number))[1]["id"] for number in range(5)]
@@ -166,7 +166,7 @@ def test_an_invalid_upload_is_refused_and_leaves_no_file(tmp_path: Path) -> None
     run(story())
 
 
-def test_a_client_that_leaves_during_its_upload_leaves_nothing(tmp_path: Path) -> None:
+def test_an_aborted_upload_leaves_no_file(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as service:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(service.client.url.rpartition(":")[2]))
@@ -196,7 +196,7 @@ def test_errors_of_a_batch_are_named(tmp_path: Path) -> None:
                 ({"metadata": {"a": 1}}, "metadata"),
                 ({"metadata": []}, "metadata"),
                 ({"other": 1}, "other"),
-                ({"metadata": {"a": "\ud800"}}, None),  # accepted, no list of batches could be sent any more
+                ({"metadata": {"a": "\ud800"}}, None),  # if accepted, no list of batches could be sent
                 ({"input_file_id": "\ud800"}, None),
                 ({"\ud800": 1}, None),
             ):
@@ -276,7 +276,7 @@ def test_a_key_sees_only_its_own_batches_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/health"])
-def test_a_replica_that_knows_no_active_one_says_so(tmp_path: Path, path: str) -> None:
+def test_a_replica_that_knows_no_active_replica_reports_it(tmp_path: Path, path: str) -> None:
     async def story() -> None:
         desk = Desk(QUOTAS, None)
         server = HttpServer(build_app(desk), host="127.0.0.1", port=0, shutdown_timeout_s=1, client_stall_timeout_s=5)
@@ -294,7 +294,7 @@ def test_a_replica_that_knows_no_active_one_says_so(tmp_path: Path, path: str) -
     run(story())
 
 
-def test_calls_during_a_change_of_the_leader_are_told_to_come_again(tmp_path: Path) -> None:
+def test_calls_during_a_change_of_the_leader_get_a_retry_delay(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as service:
             file_id = (await service.upload(line(0).encode()))[1]["id"]

@@ -44,7 +44,7 @@ def stored(folder: Path, before_write: Callable[[str], None] = lambda _: None, c
     return store
 
 
-def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None:
+def test_every_line_gets_its_result_although_gateways_fail(tmp_path: Path) -> None:
     async def check() -> None:
         store = stored(tmp_path)
         gateway = ScriptedGateway(1, fails=0.02)
@@ -52,7 +52,7 @@ def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None
             done = await ended(runner)
         assert (done.state, done.total, done.completed, done.failed) == (BatchState.COMPLETED, COUNT, 36, 4)
         assert results(tmp_path, done) == expected(COUNT)
-        assert store.results("batch_1", 0, 10) == []  # they are in the files
+        assert store.results("batch_1", 0, 10) == []  # results are in the files instead
         store.close()
 
     asyncio.run(check())
@@ -138,7 +138,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         assert writes >= first
 
 
-def test_without_room_nothing_is_taken_and_it_is_said(tmp_path: Path) -> None:
+def test_a_full_disk_refuses_batches_and_files(tmp_path: Path) -> None:
     def refuse(what: str) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -226,8 +226,8 @@ def test_a_cancelled_batch_aborts_its_calls_and_preserves_its_results(tmp_path: 
     asyncio.run(check())
 
 
-def test_answers_that_came_just_before_a_cancel_are_in_the_files(tmp_path: Path) -> None:
-    """Their results are not committed yet when the batch begins to end."""
+def test_answers_that_arrived_just_before_a_cancel_are_in_the_files(tmp_path: Path) -> None:
+    """The results of these answers are not committed yet when the batch begins to end."""
 
     async def check() -> None:
         store = stored(tmp_path)
@@ -244,7 +244,7 @@ def test_answers_that_came_just_before_a_cancel_are_in_the_files(tmp_path: Path)
     asyncio.run(check())
 
 
-def test_a_window_that_is_over_ends_a_batch_and_a_clock_that_goes_on_ends_none(tmp_path: Path) -> None:
+def test_a_batch_expires_after_its_window(tmp_path: Path) -> None:
     now_s = START_S
 
     async def check() -> None:
@@ -315,7 +315,7 @@ def test_keys_share_the_calls_in_flight_which_stay_within_their_limit(tmp_path: 
     asyncio.run(check())
 
 
-def test_old_files_and_batches_go_and_files_in_use_stay(tmp_path: Path) -> None:
+def test_old_files_and_batches_are_deleted_and_files_in_use_are_not(tmp_path: Path) -> None:
     async def check() -> None:
         store = Store(tmp_path, 1)
         put_file(store, [line(0)])

@@ -1,4 +1,6 @@
-"""The suite-wide search for secrets in logs can fail: it finds a secret even if it spans two chunks of a file."""
+"""The suite-wide search for secrets in logs detects a planted secret, even one that spans two chunks of a file, and
+crashes.
+"""
 
 import subprocess
 import sys

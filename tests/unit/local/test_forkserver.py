@@ -73,7 +73,7 @@ def test_children_end_with_their_server(made: Started) -> None:
         made.start("platform")
 
 
-def test_too_large_an_environment_is_refused_and_the_server_stays(made: Started) -> None:
+def test_an_environment_that_is_too_large_is_refused_and_the_server_survives(made: Started) -> None:
     with pytest.raises(OSError, match="arguments and environment take"):
         made.start("platform", BALLAST_LARGE="x" * (150 << 10))
     assert ended(made.start("platform")) == 0

@@ -18,7 +18,7 @@ def test_ports_are_free_distinct_and_not_given_to_other_processes() -> None:
             server.bind(("127.0.0.1", port))
 
 
-def test_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", free_port()))
         taken = int(holder.getsockname()[1])

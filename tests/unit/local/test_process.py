@@ -24,7 +24,7 @@ def until_up(child: ChildProcess) -> None:
         time.sleep(0.01)
 
 
-def test_a_polite_child_ends_on_sigterm(tmp_path: Path) -> None:
+def test_a_cooperative_child_ends_on_sigterm(tmp_path: Path) -> None:
     child = ChildProcess("polite", SLEEP, log_path=tmp_path / "log")
     until_up(child)
     asyncio.run(child.stop(10.0))
@@ -32,14 +32,14 @@ def test_a_polite_child_ends_on_sigterm(tmp_path: Path) -> None:
     assert "was killed by SIGTERM" in child.describe_end()
 
 
-def test_a_deaf_child_is_killed_after_its_time(tmp_path: Path) -> None:
+def test_a_child_that_ignores_sigterm_is_killed_after_its_timeout(tmp_path: Path) -> None:
     child = ChildProcess("deaf", DEAF, log_path=tmp_path / "log")
     until_up(child)
     asyncio.run(child.stop(0.2))
     assert child.returncode == -signal.SIGKILL
 
 
-def test_the_end_is_told_with_the_last_words(tmp_path: Path) -> None:
+def test_the_exit_is_described_with_the_end_of_the_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("of an earlier life\n")
     child = ChildProcess(
         "brief", [sys.executable, "-S", "-c", "import sys; sys.exit('no such model')"], log_path=tmp_path / "log"
@@ -83,7 +83,7 @@ def _running(pid: int) -> bool:
         return False
 
 
-def test_a_log_that_grows_is_rotated_while_the_child_writes_on(tmp_path: Path) -> None:
+def test_a_growing_log_is_rotated_while_the_child_keeps_writing(tmp_path: Path) -> None:
     loud = "import time\nfor i in range(100000): print(f'line {i}', flush=True); time.sleep(0.001)"
     log = tmp_path / "loud.log"
     child = ChildProcess("loud", [sys.executable, "-S", "-c", loud], log_path=log)

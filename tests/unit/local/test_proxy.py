@@ -49,7 +49,7 @@ def test_dropped_data_never_arrives_and_no_connection_ends(way: str) -> None:
     beside_an_echo(story)
 
 
-def test_a_delay_delays_each_way() -> None:
+def test_a_delay_applies_to_both_directions() -> None:
     async def story(proxy: Proxy) -> None:
         proxy.to_server.delay_s = proxy.to_client.delay_s = 0.1
         reader, writer = await connect(proxy)
@@ -62,7 +62,7 @@ def test_a_delay_delays_each_way() -> None:
     beside_an_echo(story)
 
 
-def test_a_reset_ends_all_connections_and_new_ones_are_taken() -> None:
+def test_a_reset_ends_all_connections_and_new_ones_are_accepted() -> None:
     async def story(proxy: Proxy) -> None:
         reader, writer = await connect(proxy)
         writer.write(b"one")

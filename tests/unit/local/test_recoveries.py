@@ -1,4 +1,4 @@
-"""The chaos report of a fault: the longest wait for a token, and the time until the cluster was whole again."""
+"""The chaos report of a fault: the longest wait for a token, and the time until the cluster had recovered."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tools.local.cluster import LocalCluster, ServiceProcess
 from tools.local.process import ChildProcess
 
 
-def test_a_fault_answers_for_the_longest_wait_that_overlaps_it() -> None:
+def test_a_fault_is_charged_with_the_longest_wait_that_overlaps_it() -> None:
     recovery = Recovery()
     recovery.add(began_s=10.0, healed_s=12.0, whole_s=15.0)
     recovery.add(began_s=30.0, healed_s=30.0, whole_s=31.0)

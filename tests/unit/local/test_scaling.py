@@ -15,7 +15,9 @@ def wanted(count: int) -> Wanted:
 
 
 class Cluster:
-    """Its workers start at once, unless `fails`; each that ends takes until `may_go` is set."""
+    """A stand-in for a local cluster: workers start at once, unless `fails`; a worker that ends takes until `may_go` is
+    set.
+    """
 
     def __init__(self, count: int) -> None:
         self.processes = {"worker": [SimpleNamespace(id=f"worker-{n}", may_end=False) for n in range(count)]}
@@ -35,7 +37,7 @@ class Cluster:
 
 
 async def scaled(cluster: Cluster, *counts: int, after_s: float = 0.02) -> list[str]:
-    """Tell the numbers shortly after one another. Returns the workers that neither end nor have ended."""
+    """Send the wanted numbers shortly after one another. Returns the workers that neither end nor have ended."""
     scaler = Scaler(1, 8, lambda _: None)
     running = asyncio.create_task(scaler.run(cast(LocalCluster, cluster)))
     for count in counts:

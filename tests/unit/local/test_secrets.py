@@ -1,4 +1,4 @@
-"""The secrets of a cluster are made once, and missing files again."""
+"""The secrets of a cluster are generated once, and missing files are generated again."""
 
 import hashlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from tools.local.secrets import CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USERS, mak
 
 
 @pytest.mark.parametrize("missing", [CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USERS])
-def test_a_file_that_is_missing_is_made_again(tmp_path: Path, missing: str) -> None:
+def test_a_missing_file_is_generated_again(tmp_path: Path, missing: str) -> None:
     make_secrets(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / missing).unlink()

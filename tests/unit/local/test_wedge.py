@@ -1,4 +1,4 @@
-"""Stops one thread of another process while its other threads run on."""
+"""Stops one thread of another process while its other threads continue."""
 
 import platform
 import subprocess
@@ -45,7 +45,7 @@ def _switches(pid: int) -> dict[str, int]:
     return found
 
 
-def test_a_thread_stands_still_until_it_is_let_go(counting: "subprocess.Popen[str]") -> None:
+def test_a_thread_is_stopped_until_it_is_released(counting: "subprocess.Popen[str]") -> None:
     pid = counting.pid
     assert StoppedThread.named(pid, "nobody") is None
     stopped = StoppedThread.named(pid, "hangs")
@@ -60,7 +60,7 @@ def test_a_thread_stands_still_until_it_is_let_go(counting: "subprocess.Popen[st
     assert _switches(pid)["hangs"] > after["hangs"]
 
 
-def test_a_process_that_is_killed_meanwhile_is_gone_once_its_thread_is_let_go(
+def test_a_process_killed_meanwhile_is_gone_once_its_thread_is_released(
     counting: "subprocess.Popen[str]",
 ) -> None:
     stopped = StoppedThread.named(counting.pid, "hangs")

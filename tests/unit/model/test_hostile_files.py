@@ -62,7 +62,7 @@ def hurt(good: Path, folder: Path, name: str, read: Callable[[Path], object], rn
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_checkpoints_files(good: Path, tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:
+def test_mutated_checkpoint_files(good: Path, tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:
     folder = tmp_path / "model"
     shutil.copytree(good, folder)
     if not (good / name).exists():
@@ -70,7 +70,7 @@ def test_a_checkpoints_files(good: Path, tmp_path: Path, name: str, read: Callab
     hurt(good, folder, name, read, random.Random(name))
 
 
-def test_a_header_of_safetensors(good: Path, tmp_path: Path) -> None:
+def test_mutated_safetensors_headers(good: Path, tmp_path: Path) -> None:
     folder, rng = tmp_path / "model", random.Random(1)
     shutil.copytree(good, folder)
     [shard] = list(folder.glob("*.safetensors"))
@@ -91,7 +91,7 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_a_trace(tmp_path: Path, name: str) -> None:
+def test_mutated_traces(tmp_path: Path, name: str) -> None:
     rng, data, read_count = random.Random(name), TRACES[name].encode(), 0
     for _ in range(ROUNDS):
         (tmp_path / name).write_bytes(noisy(data, rng))
@@ -105,7 +105,7 @@ SCENARIO = b"model: Qwen2.5-14B\ninstances: 4\nseed: 1\ntrace: there.csv\nfaults
 NOISE = (b"nan", b"-1", b"1e400", b"9" * 400, b"[" * 20_000, b"&a [*a, *a]", b"\x00", b"\xff")
 
 
-def test_a_scenario(tmp_path: Path) -> None:
+def test_mutated_scenarios(tmp_path: Path) -> None:
     rng, path = random.Random(3), tmp_path / "scenario.yaml"
     for _ in range(ROUNDS):
         path.write_bytes(noisy(SCENARIO, rng))

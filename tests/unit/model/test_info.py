@@ -42,7 +42,7 @@ def test_bench_preset_has_about_35_million_parameters(tmp_path: Path) -> None:
         ("model-00002-of-00002.safetensors", b"\x07" + b"\0" * 7 + b'{"a":1}', "header is damaged"),
     ],
 )
-def test_what_is_wrong_is_named(file: str, content: bytes | None, named: str, tmp_path: Path) -> None:
+def test_errors_of_a_checkpoint_are_named(file: str, content: bytes | None, named: str, tmp_path: Path) -> None:
     path = make_tiny("llama", tmp_path / "m", shards=2)
     if content is None:
         (path / file).unlink()
@@ -74,7 +74,7 @@ def test_command_makes_and_describes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "tied embedding" in printed
 
 
-def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["model", "info", str(tmp_path)])

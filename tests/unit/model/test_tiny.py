@@ -146,7 +146,7 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], named: str, tmp_path
         make_tiny(**every)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
         make_tiny("llama", tmp_path)

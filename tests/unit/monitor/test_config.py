@@ -26,7 +26,7 @@ def test_flags_and_environment_reach_the_rules_of_the_core() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("DEV", "{relief_threshold_fraction: 0.9}"), ("OVERLOAD_THRESHOLD_FRACTION", "0.7")]
 )
-def test_thresholds_too_near_to_each_other_are_refused(name: str, value: str) -> None:
+def test_thresholds_too_close_to_each_other_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match="relief_threshold_fraction must be at least"):
         load(**{f"BALLAST_MONITOR__{name}": value})
 

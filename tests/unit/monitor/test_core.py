@@ -8,6 +8,7 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member, Place
 from ballast.common.traffic import Pace
+from ballast.rpc.border import MAX_GROUPS
 from services.monitor.core import messages as m
 from services.monitor.core.machine import MonitorCore, MonitorRules
 from tests.support.pressure import RULES
@@ -74,7 +75,7 @@ def test_an_announced_instance_is_up_and_stays_up_while_it_reports() -> None:
     assert len(monitor.core.entries[W1].history) == 5, "the history is bounded"
 
 
-def test_the_pace_is_that_of_the_median_machine() -> None:
+def test_the_cost_model_is_that_of_the_median_machine() -> None:
     monitor = Monitor(max_instances=20)
     assert monitor.core.pace() is None
     cost = CostModel(attention_s=1e-9, token_s=1e-5, chunk_s=1e-3, shared_s=5e-4)
@@ -106,7 +107,7 @@ def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() 
     )
 
 
-def test_a_goodbye_is_a_loss_at_once() -> None:
+def test_a_worker_that_signs_off_is_lost_at_once() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert monitor.tell(m.StreamEnded(1.5, "c", 1, announced_exit=True)) == [
@@ -121,7 +122,7 @@ def test_a_broken_stream_is_probed_and_only_a_refused_connection_is_proof() -> N
     assert lost(monitor.tell(m.ConnectionRefused(1.6, "c", W1, Incarnation(1)))) == [("w1", 1)]
 
 
-def test_a_refusal_that_comes_after_the_worker_is_back_says_nothing() -> None:
+def test_a_refused_connection_is_ignored_once_the_worker_is_back() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     monitor.tell(m.StreamEnded(1.5, "c", 1, announced_exit=False))
@@ -131,7 +132,7 @@ def test_a_refusal_that_comes_after_the_worker_is_back_says_nothing() -> None:
     assert monitor.tell(m.ConnectionRefused(1.9, "c", W1, Incarnation(1))) == [], "it concerns the previous incarnation"
 
 
-def test_a_newer_life_replaces_an_older_one() -> None:
+def test_a_newer_incarnation_replaces_an_older_one() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1, incarnation=1)
     commands = monitor.announce(2.0, 2, incarnation=2)
@@ -140,7 +141,7 @@ def test_a_newer_life_replaces_an_older_one() -> None:
     assert commands[-1] == m.Publish(m.InstanceUp(instance(incarnation=2), draining=False), "c")
 
 
-def test_an_older_life_is_refused_even_after_the_newer_one_has_gone() -> None:
+def test_an_older_incarnation_is_refused_even_after_the_newer_one_is_lost() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1, incarnation=5)
     assert monitor.announce(1.1, 2, incarnation=4) == [m.CloseStream(2, m.CloseReason.STALE, have=4, want=5)]
@@ -156,7 +157,7 @@ def test_incarnations_recorded_by_the_previous_monitor_refuse_older_ones() -> No
     assert monitor.announce(0.3, 2, incarnation=4) == [m.CloseStream(2, m.CloseReason.STALE, have=4, want=5)]
 
 
-def test_draining_is_told_once_and_is_for_good() -> None:
+def test_draining_is_published_once_and_is_permanent() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert monitor.report(1.1, 1, draining=True) == [m.Publish(m.InstanceDraining(W1, Incarnation(1)), "c")]
@@ -175,7 +176,7 @@ def test_a_new_active_monitor_warms_up_before_its_snapshot_is_complete() -> None
     assert monitor.core.snapshot()[-1] == m.SnapshotEnd()
 
 
-def test_a_monitor_that_slept_does_not_blame_the_workers() -> None:
+def test_a_monitor_that_was_paused_declares_no_worker_lost() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     monitor.tick_until(2.0)
@@ -224,7 +225,7 @@ def test_the_registry_is_written_at_intervals_and_forgets_the_lost() -> None:
     assert monitor.tell(m.Ticked(3.0, "c")) == [m.WriteRegistry(())]
 
 
-def test_a_changed_address_in_the_same_life_is_told() -> None:
+def test_a_changed_address_of_the_same_incarnation_is_published() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     moved = dataclasses.replace(instance(), address="elsewhere:1")
@@ -244,7 +245,7 @@ def test_a_changed_place_of_an_instance_is_published() -> None:
     assert monitor.tell(m.LoadReported(1.3, "c", 1, load_report(10), place)) == []
 
 
-def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
+def test_an_instance_is_lost_while_its_engine_hangs() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     for second in range(2, 6):
@@ -252,13 +253,13 @@ def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
         monitor.tick_until(second, second - 1)
     assert lost(monitor.report(6.0, 1, step_age_s=60.5)) == [("w1", 1)]
     assert monitor.report(7.0, 1, step_age_s=61.5) == [], "the loss is reported once"
-    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers are not told that it is up"
+    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers are not notified that it is up"
     # The same incarnation returns with its first report after the step.
     assert monitor.report(8.0, 1) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")]
     assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=False), m.SnapshotEnd()]
 
 
-def test_an_engine_that_hangs_for_ever_is_lost_once() -> None:
+def test_an_instance_whose_engine_hangs_forever_is_lost_once() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert lost(monitor.report(2.0, 1, step_age_s=100.0)) == [("w1", 1)]
@@ -267,3 +268,8 @@ def test_an_engine_that_hangs_for_ever_is_lost_once() -> None:
     )
     assert lost(monitor.tick_until(20.0, 2.0)) == []
     assert monitor.core.entries == {}
+
+
+def test_each_admitted_instance_may_have_a_group_of_its_own() -> None:
+    """A layout with more groups could be written, but not read."""
+    assert MonitorRules(lease_s=3.0, pressure=RULES).max_instances <= MAX_GROUPS

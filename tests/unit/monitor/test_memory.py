@@ -1,4 +1,6 @@
-"""The core's view of memory: which reports count, what the un-dropped capacity is, and what the dispatchers add."""
+"""The core's view of memory: which reports count, how large the un-dropped capacity is, and what dispatchers' backlogs
+add.
+"""
 
 import dataclasses
 
@@ -114,9 +116,9 @@ def test_only_the_leader_of_a_pipeline_counts() -> None:
     ]
 
 
-def test_spare_blocks_of_a_dissolving_pipeline_are_no_demand() -> None:
-    """The members cannot use these spare blocks yet, but no request needs them, and they are free once the pipeline is
-    gone.
+def test_spare_blocks_of_a_dissolving_pipeline_do_not_count_as_demand() -> None:
+    """The members cannot use these spare blocks yet, but no request needs them, and they become free when the pipeline
+    ends.
     """
     keeping = dataclasses.replace(load(100), spare_block_count=130)  # spare blocks of the pipeline; some are w1's
     cluster = Cluster(ALONE, w0=keeping, w1=load(90))
@@ -136,7 +138,7 @@ def test_a_drop_enlarges_the_capacity_and_not_the_undropped_one() -> None:
     assert (demand.capacity_bytes, demand.undropped_bytes) == (350 * BLOCK_BYTES, 200 * BLOCK_BYTES)
 
 
-def test_a_monitor_that_comes_into_a_drop_knows_the_undropped_memory_from_the_one_before() -> None:
+def test_a_new_monitor_during_a_drop_inherits_the_undropped_capacity() -> None:
     dropped = load(60, blocks=350, parameter_bytes=20)
     whole = m.WholeMemory(parameter_bytes=40, kv_bytes=100 * BLOCK_BYTES)
     lives = ((W0, Incarnation(1)), (W1, Incarnation(1)))
@@ -180,7 +182,7 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
     cluster.pass_time(1.4)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES, "the reports are stale"
     traffic, fresh = cluster.core.traffic(cluster.now_s)
-    assert (traffic.queued_count, fresh) == (11, Traffic()), "the last reported traffic is kept"
+    assert (traffic.queued_count, fresh) == (11, Traffic()), "the last reported traffic remains in use"
     cluster.backlogs = (m.BacklogWord(D, "1.9", Traffic(queued_count=10, queued_tokens=1600)),)
     cluster.pass_time(0.2)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + 1690 * 1024
@@ -266,7 +268,7 @@ def test_a_deposed_monitor_forgets_the_memory_reports() -> None:
     assert not cluster.core.pressure.history
 
 
-def test_a_jump_of_the_demand_is_looked_at_before_the_next_tick() -> None:
+def test_a_jump_of_the_demand_is_evaluated_before_the_next_tick() -> None:
     cluster = Cluster(ALONE, w0=load(30), w1=load(30))
     assert cluster.pass_time(4.0) == []
     history = cluster.core.pressure.history
@@ -282,7 +284,7 @@ def test_a_jump_of_the_demand_is_looked_at_before_the_next_tick() -> None:
     assert len(history) == looks  # evaluations over thousands of instances are costly, hence a minimum interval
 
 
-def test_a_line_that_grows_in_a_dispatcher_is_looked_at_before_the_next_tick() -> None:
+def test_a_growing_backlog_is_evaluated_before_the_next_tick() -> None:
     cluster = Cluster(ALONE, w0=load(90), w1=load(85))
     assert cluster.pass_time(4.0) == []
     known_s = cluster.now_s + 2 * LEAST_LOOK_S

@@ -332,11 +332,11 @@ async def test_gauges_of_groups_end_with_them() -> None:
         await soon(lambda: demand() is not None, 5.0)
         shell.change_leadership(None)
         await asyncio.sleep(0.01)
-        assert shell.group_demands() == (), "somebody else asks before the next round of gauges"
+        assert shell.group_demands() == (), "another caller asks before the next round of gauges"
         await soon(lambda: demand() is None, 5.0)
 
 
-def test_an_old_life_and_a_second_stream() -> None:
+def test_an_old_incarnation_and_a_second_stream() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         first = stub.Report()
         await first.write(announce(incarnation=3))
@@ -356,7 +356,7 @@ def test_an_old_life_and_a_second_stream() -> None:
     tell(story)
 
 
-def test_the_bound_on_instances_is_a_clear_refusal() -> None:
+def test_instances_beyond_the_limit_are_refused_with_a_clear_error() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         calls = [stub.Report() for _ in range(2)]
         for number, call in enumerate(calls):
@@ -399,8 +399,8 @@ def test_a_watcher_gets_the_snapshot_then_events_then_the_end_of_leadership() ->
     tell(story)
 
 
-async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
-    """A full worker, alone in its group; then an empty second one joins the group."""
+async def test_memory_pressure_reaches_watchers_and_the_status() -> None:
+    """First a full worker alone in its group; then an empty second worker joins the group."""
     environment = MemorySurroundings()
     members = tuple(
         Member(WorkerId(name), Incarnation(3), "host:1", first, first + 2) for name, first in (("w1", 0), ("w2", 2))
@@ -459,7 +459,7 @@ async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
         await story(shell, stub)
 
 
-async def test_words_of_dead_dispatchers_are_deleted() -> None:
+async def test_entries_of_dead_dispatchers_are_deleted() -> None:
     environment = MemorySurroundings()
     environment.backlogs = (BacklogWord(DispatcherId("d"), "1", Traffic(queued_count=1, queued_tokens=1)),)
 
@@ -467,7 +467,7 @@ async def test_words_of_dead_dispatchers_are_deleted() -> None:
         await soon(lambda: environment.forgotten == {"d"})
 
 
-def test_watchers_are_bounded_and_make_room_when_they_leave() -> None:
+def test_the_number_of_watchers_is_limited() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         watches = [stub.WatchEvents(pb.WatchEventsRequest()) for _ in range(2)]
         for watch in watches:
@@ -483,7 +483,7 @@ def test_watchers_are_bounded_and_make_room_when_they_leave() -> None:
     tell(story)
 
 
-async def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
+async def test_a_slow_watcher_is_disconnected_and_its_memory_freed() -> None:
     up = InstanceUp(Instance(WorkerId("w1"), Incarnation(1), "host:1", model_info()), draining=False)
     watcher = Watcher([], limit=3)
     assert [watcher.push(up, "c") for _ in range(4)] == [True, True, True, False]
@@ -525,7 +525,7 @@ async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
         await state.close()
 
 
-async def test_a_worker_finds_the_monitor_that_leads_without_the_state_server() -> None:
+async def test_a_worker_finds_the_leading_monitor_without_the_state_server() -> None:
     """The worker knows only the first monitor, which then loses leadership; the state server is unreachable."""
     addresses = MemorySurroundings()
     async with (

@@ -1,4 +1,4 @@
-"""A real state server: registry rows are read back and expire; entries of planners and dispatchers are read."""
+"""A real state server: registry rows are read back and expire, and entries of planners and dispatchers are read."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ def row(name: str, *, reported: bool = True) -> InstanceRow:
     )
 
 
-async def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() -> None:
+async def test_rows_are_read_back_until_they_are_deleted_or_expire() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         registry, brief = RedisRegistry(state, ttl_s=600), RedisRegistry(state, ttl_s=0.1)
@@ -45,7 +45,7 @@ async def test_rows_come_back_as_written_until_they_are_forgotten_or_expire() ->
         await state.close()
 
 
-async def test_the_layout_is_read_as_the_planner_wrote_it_and_one_that_is_broken_counts_as_none() -> None:
+async def test_the_planners_layout_is_read_and_a_malformed_one_counts_as_none() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         environment = RedisSurroundings(state)
@@ -113,7 +113,7 @@ async def _until(
         await asyncio.sleep(0.02)
 
 
-async def test_keys_of_another_type_count_as_empty_and_are_made_anew() -> None:
+async def test_keys_of_another_type_count_as_empty_and_are_recreated() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         environment, registry = RedisSurroundings(state), RedisRegistry(state, ttl_s=600)
@@ -128,7 +128,7 @@ async def test_keys_of_another_type_count_as_empty_and_are_made_anew() -> None:
         await state.close()
 
 
-async def test_all_monitors_are_known_that_lead_or_would() -> None:
+async def test_leading_and_standby_monitors_are_known() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         environment = RedisSurroundings(state)

@@ -86,11 +86,11 @@ def test_decisions_are_those_with_fresh_inputs_or_are_deferred(story: str) -> No
 
 
 @pytest.mark.parametrize("age", ["2 s", "20 s"])
-def test_the_last_word_of_a_stopped_dispatcher_is_reason_enough_where_its_line_does_not_matter(age: str) -> None:
+def test_a_stopped_dispatchers_last_report_suffices_if_its_queue_does_not_matter(age: str) -> None:
     assert isinstance(decided("burst", age, "fresh", "fresh", "fresh"), Approved)
 
 
-def test_without_known_costs_a_lasting_large_shortage_is_met_by_need() -> None:
+def test_without_known_costs_a_lasting_large_shortage_is_dropped_by_need() -> None:
     planner = Planner(planning=Planning())
     planner.pace, planner.traffic, planner.load = None, STORIES["burst"][0], FULL  # pyright: ignore[reportAttributeAccessIssue]
     planner.start("w0", "w1")
@@ -105,7 +105,7 @@ def test_without_known_costs_a_lasting_large_shortage_is_met_by_need() -> None:
     assert planner.journal == [Stage.PREPARING]
 
 
-def test_an_old_shortage_is_no_reason_to_drop_blindly() -> None:
+def test_an_old_shortage_without_a_comparison_causes_no_drop() -> None:
     planner = Planner(planning=Planning())
     planner.pace, planner.load = None, FULL  # pyright: ignore[reportAttributeAccessIssue]
     planner.start("w0", "w1")
@@ -116,7 +116,7 @@ def test_an_old_shortage_is_no_reason_to_drop_blindly() -> None:
 
 
 def test_a_small_improvement_is_checked_twice() -> None:
-    """A clear improvement is made at once, so that memory is freed earlier."""
+    """A clear improvement is carried out at once, so that memory is freed earlier."""
     shown: dict[float, int] = {}
     for ttft_s in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0):
         planner = Planner(planning=Planning(targets=replace(Planning().targets, ttft_s=ttft_s)))

@@ -94,7 +94,7 @@ def test_no_layout_is_written_before_an_instance_joins() -> None:
     assert planner.core.layout is NO_LAYOUT
 
 
-def test_joins_that_come_together_share_an_epoch() -> None:
+def test_simultaneous_joins_share_an_epoch() -> None:
     planner = Planner()
     planner.lead()
     for worker in ("w2", "w1", "w3"):
@@ -127,7 +127,7 @@ def test_changes_during_a_write_go_into_the_next_layout() -> None:
     assert second.layout.epoch == published.layout.epoch + 1
 
 
-def test_a_restarted_worker_is_a_new_member_and_its_old_life_is_ignored() -> None:
+def test_a_restarted_worker_is_a_new_member_and_its_old_incarnation_is_ignored() -> None:
     planner = leader("w1")
     planner.up("w1", incarnation=3)
     assert planner.up("w1", incarnation=2) == [p.IgnoreStale(WorkerId("w1"), Incarnation(2), Incarnation(3), "c")]
@@ -162,7 +162,7 @@ def test_a_successful_write_whose_answer_was_lost_is_adopted() -> None:
     assert planner.core.layout == write.layout
 
 
-def test_a_conflict_is_read_back_and_planned_upon() -> None:
+def test_after_a_conflict_the_stored_layout_is_the_base_of_the_next_plan() -> None:
     planner = leader("w1", "w2")
     (write,) = planner.lose("w2")
     assert planner.settle(write, p.WriteOutcome.CONFLICT) == [p.LoadLayout()]
@@ -173,7 +173,7 @@ def test_a_conflict_is_read_back_and_planned_upon() -> None:
     assert (again.layout.epoch, again.expected_epoch) == (10, 9)
 
 
-def test_a_deposed_planner_plans_no_more_and_late_answers_mean_nothing() -> None:
+def test_a_deposed_planner_stops_planning_and_ignores_late_answers() -> None:
     planner = leader("w1", "w2")
     before = planner.core.layout
     (write,) = planner.lose("w2")
@@ -205,7 +205,7 @@ def test_a_new_leader_leaves_the_layout_unchanged_until_the_snapshot_is_complete
     assert write.layout.reason == "lost: w2 (the monitor does not know it; nobody listens at its address)"
 
 
-def test_a_loss_that_is_heard_before_the_layout_is_read_counts() -> None:
+def test_a_loss_reported_before_the_layout_is_read_counts() -> None:
     stored = p.StoredLayout(leader("w1", "w2").core.layout, MODEL)
     planner = Planner()
     planner.tell(p.LeadershipChanged(0.0, "c", TOKEN))
@@ -251,7 +251,7 @@ def test_a_lost_layout_is_written_again_by_the_leader_under_the_next_epoch() -> 
     assert write.layout.groups == before.groups
 
 
-def test_a_new_leader_that_finds_the_layout_lost_hears_the_monitor_first_and_passes_all_epochs() -> None:
+def test_a_new_leader_without_a_layout_waits_for_the_monitor_and_exceeds_all_epochs() -> None:
     planner = Planner()
     planner.tell(p.LeadershipChanged(0.0, "c", None))
     planner.tell(p.LayoutLoaded(0.0, "c", p.StoredLayout(leader("w1", "w2").core.layout, MODEL)))
@@ -318,7 +318,7 @@ def test_other_adapters_are_those_of_another_model() -> None:
     assert refused.why.startswith("adapters is (Adapter(name='poet'")
 
 
-def test_a_layout_that_an_older_version_has_stored_goes_on() -> None:
+def test_a_layout_stored_by_an_older_version_remains_in_force() -> None:
     stored = p.StoredLayout(
         leader("w1", "w2").core.layout, replace(MODEL, extent_bytes=4096, other_parameter_bytes=4096)
     )
@@ -331,7 +331,7 @@ def test_a_layout_that_an_older_version_has_stored_goes_on() -> None:
     assert planner.core.layout == stored.layout
 
 
-def test_a_drain_takes_the_worker_out_of_routing_and_asks_it() -> None:
+def test_a_drain_takes_the_worker_out_of_routing_and_notifies_it() -> None:
     planner = leader("w1", "w2")
     ask, write = planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
     assert ask == p.AskWorkerToDrain(WorkerId("w1"), Incarnation(1), "w1:1", "c")
@@ -359,7 +359,7 @@ def test_drains_that_are_refused() -> None:
     assert drain("d1", "w1") == [p.RefuseDrain("d1", p.DrainRefusal.STANDBY)]
 
 
-def test_a_drain_right_after_taking_over_is_put_off_not_denied() -> None:
+def test_a_drain_right_after_taking_over_is_deferred_not_refused() -> None:
     planner = Planner()
     planner.lead()
     assert planner.tell(p.WorkerDrainRequested(0.0, "c", "d1", WorkerId("w1"))) == [
@@ -380,7 +380,7 @@ def test_a_drain_survives_the_planner_and_the_worker_is_asked_again() -> None:
     assert planner.settle_all() == stored.layout
 
 
-def test_a_drain_survives_that_its_worker_was_taken_for_lost() -> None:
+def test_a_drain_survives_an_apparent_loss_of_its_worker() -> None:
     planner = leader("w1", "w2")
     planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d1", WorkerId("w1")))
     planner.settle_all()
@@ -390,7 +390,7 @@ def test_a_drain_survives_that_its_worker_was_taken_for_lost() -> None:
     assert [m.draining for g in planner.settle_all().groups for m in g.members if m.worker_id == "w1"] == [True]
 
 
-def test_a_worker_that_drains_by_itself_is_marked_and_a_new_life_serves_again() -> None:
+def test_a_worker_that_drains_by_itself_is_marked_and_a_new_incarnation_serves_again() -> None:
     planner = leader("w1")
     (write,) = planner.tell(p.InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.settle(write)

@@ -44,7 +44,7 @@ def new_monitor(planner: Planner, hears: Sequence[str] = ()) -> None:
     planner.tell(p.SnapshotEnded(planner.now_s, "c"))
 
 
-def test_a_new_monitor_without_reports_empties_no_layout() -> None:
+def test_a_new_monitor_without_reports_removes_no_member() -> None:
     planner = cluster("w1", "w2", "w3")
     epoch = planner.core.layout.epoch
     new_monitor(planner)
@@ -102,7 +102,7 @@ def test_unprobed_members_count_as_possibly_cut_off() -> None:
     assert planner.shape == alone("w2", "w3")
 
 
-def test_a_member_that_its_group_has_left_is_gone() -> None:
+def test_silent_members_are_removed_if_the_answering_one_has_left_their_group() -> None:
     """Most of the group is silent, and the only member that answers reports that it no longer serves in the group."""
     planner = cluster("w1", "w2", "w3")
     planner.drop("w1", "w2", "w3")

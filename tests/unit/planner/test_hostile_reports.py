@@ -40,7 +40,7 @@ def up(planner: Planner, worker_id: str, place: Place) -> None:
     )
 
 
-def test_a_group_that_names_a_worker_twice_is_no_group() -> None:
+def test_a_group_that_names_a_worker_twice_is_ignored() -> None:
     planner = Planner()
     planner.start("w0")
     twice = (member("w9", 0, 2), member("w9", 2, 4))
@@ -49,7 +49,7 @@ def test_a_group_that_names_a_worker_twice_is_no_group() -> None:
     assert "w0" in " ".join(planner.shape)
 
 
-def test_a_group_with_the_name_of_another_takes_nothing_from_it() -> None:
+def test_a_group_with_the_name_of_another_does_not_replace_it() -> None:
     planner = Planner()
     planner.start("w0")
     [group] = planner.core.layout.groups
@@ -70,7 +70,7 @@ def test_a_group_with_the_name_of_another_takes_nothing_from_it() -> None:
     ],
     ids=["no budget", "nothing at all", "blocks without tokens", "counts below zero"],
 )
-def test_a_report_that_cannot_be_true_is_no_ground_for_plans(load: Any) -> None:
+def test_an_impossible_report_influences_no_plan(load: Any) -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.load = load
@@ -91,9 +91,9 @@ def test_epochs_in_messages_are_bounded() -> None:
         codec.LOAD.record(report)
 
 
-def test_after_the_highest_claim_there_is_room_for_changes() -> None:
-    """An instance may claim a false epoch. The cluster then continues above it, and the instance's later claims stay
-    acceptable.
+def test_epochs_can_grow_beyond_the_highest_claim() -> None:
+    """An instance may claim a false epoch. The cluster then continues above that epoch, and the instance's later claims
+    are still accepted.
     """
     planner = Planner()
     planner.start("w0")
@@ -175,14 +175,14 @@ async def test_only_changed_reports_are_converted_and_lost_instances_forgotten()
     await state.close()
 
 
-def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
+def test_figures_of_a_member_are_clamped_and_its_phase_counts() -> None:
     """Clock rounding once made a wait negative, and the planner waited forever for a restore that had ended."""
     status = Status(epoch=Epoch(5), phase=Phase.DONE, boundary_wait_s=-0.007, remap_s=math.nan, kv_bytes_sent=2**62)
     _bound_figures(status)
     assert status == Status(epoch=Epoch(5), phase=Phase.DONE, kv_bytes_sent=border.MAX_EPOCH)
 
 
-async def test_garbage_in_the_state_server_is_written_over() -> None:
+async def test_garbage_in_the_state_server_is_overwritten() -> None:
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         store = RedisLayoutStore(state)

@@ -38,7 +38,7 @@ def test_an_overload_groups_workers_of_one_protocol_only() -> None:
     assert planner.core.kept_out.why(planner.now_s + 40.0)[WorkerId("old")] == f"{why} (for 40 s)"
 
 
-def test_an_operator_cannot_group_unequal_ones_and_can_group_equal_old_ones() -> None:
+def test_an_operator_can_group_old_workers_of_equal_protocol_only() -> None:
     planner = planner_of(a=0, b=0, c=1, d=1, e=1)
     planner.drop("a", "c")
     [refused] = planner.told(RefuseChange)
@@ -54,7 +54,7 @@ def test_half_of_a_cluster_counts_as_upgraded() -> None:
 
 
 def breaks(planner: Planner) -> None:
-    """Both members are alive, and report that they are no longer in a group."""
+    """Let both members report that they are alive but no longer in a group."""
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
     planner.wait(3.0)
@@ -68,7 +68,7 @@ def grouped(planner: Planner, request_id: str) -> None:
     assert ["w0", "w1"] in groups(planner)
 
 
-def test_a_group_that_broke_at_once_is_not_made_again_for_a_while_and_longer_each_time() -> None:
+def test_a_group_that_broke_at_once_is_formed_again_after_growing_delays() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     grouped(planner, "d1")
@@ -89,7 +89,7 @@ def test_a_group_that_broke_at_once_is_not_made_again_for_a_while_and_longer_eac
     assert kept_out.why(planner.now_s) == {}
 
 
-def test_a_group_that_lost_a_member_or_lasted_is_no_reason() -> None:
+def test_members_of_a_group_that_lost_a_member_or_lasted_are_not_kept_out() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     grouped(planner, "d1")
@@ -104,5 +104,5 @@ def test_a_group_that_lost_a_member_or_lasted_is_no_reason() -> None:
     assert later.core.kept_out.why(later.now_s) == {}
 
 
-def test_a_dispatcher_speaks_to_the_number_before_and_the_next() -> None:
+def test_a_dispatcher_supports_the_previous_and_the_next_protocol_number() -> None:
     assert [n for n in range(PROTOCOL + 4) if may_be_dispatched_to(n)] == [PROTOCOL - 1, PROTOCOL, PROTOCOL + 1]

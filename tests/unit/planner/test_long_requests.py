@@ -40,7 +40,7 @@ def test_a_long_request_gets_a_group() -> None:
     assert "w0 can already hold" in nothing.why
 
 
-def test_nothing_is_dropped_for_one_under_another_policy() -> None:
+def test_nothing_is_dropped_for_a_long_request_under_another_policy() -> None:
     planner = started("w0", "w1", policy=OverloadPolicy.RECOMPUTE)
     say(planner, ROOM + 100)
     assert planner.journal == []
@@ -54,7 +54,7 @@ def test_the_instance_that_a_request_outgrows_joins_its_group() -> None:
     assert {one for one in planner.shape if "w2" in one} == {one for one in planner.shape if "+" in one}
 
 
-def test_the_others_must_be_able_to_bear_it() -> None:
+def test_no_group_is_formed_if_its_prompt_would_delay_other_requests() -> None:
     planner = started("w0", "w1")
     # A batch of prompts takes five seconds, too long for the other requests.
     planner.pace = replace(planner.pace, cost=replace(planner.pace.cost, token_s=0.01))
@@ -66,7 +66,7 @@ def test_the_others_must_be_able_to_bear_it() -> None:
     assert "would cost the others too much" in nothing.why
 
 
-def test_nothing_is_given_back_while_one_waits() -> None:
+def test_nothing_is_restored_while_a_long_request_waits() -> None:
     planner = started("w0", "w1")
     say(planner, ROOM + 100)
     planner.go_through("w0", "w1")
@@ -80,7 +80,7 @@ def test_nothing_is_given_back_while_one_waits() -> None:
     assert "700 tokens wait" in nothing.why
 
 
-def test_nothing_is_given_back_under_one_that_a_member_does_not_hold() -> None:
+def test_a_group_is_not_restored_while_no_member_can_hold_its_request() -> None:
     planner = started("w0", "w1")
     planner.drop("w0", "w1")
     planner.go_through("w0", "w1")

@@ -32,7 +32,7 @@ def alone(planner: Planner, worker: str, first: int = 0, last: int = 4) -> Group
 
 
 def lose(planner: Planner, worker: str, stand_in: str, *members: str) -> None:
-    """Lose `worker`; `stand_in` is asked to take its place and fails."""
+    """Lose `worker`; `stand_in` is asked to replace it and fails."""
     planner.lose(worker)
     assert f"{stand_in} stands in for {worker}" in planner.core.conductor.records()[0].journal.why
     planner.answer(Phase.FAILED, stand_in, why="no link")
@@ -42,7 +42,7 @@ def lose(planner: Planner, worker: str, stand_in: str, *members: str) -> None:
 
 
 def prepared(planner: Planner) -> set[str]:
-    """Workers asked to prepare. If the plan's base lacks their group, this orders them to leave it."""
+    """Workers that were asked to prepare. If the plan's base lacks their group, this orders them to leave it."""
     calls = [c for c in planner.said if isinstance(c, p.CallMember) and c.call is p.WorkerCall.PREPARE]
     return {c.member.worker_id for c in calls}
 
@@ -89,7 +89,7 @@ def test_returning_while_a_layout_is_written_does_not_make_a_worker_whole() -> N
     assert prepared(planner) == {"w0", "w1"}
 
 
-def test_a_commit_that_one_member_slept_through_ends() -> None:
+def test_a_commit_missed_by_a_paused_member_ends() -> None:
     """w1 is lost between its PREPARED and the Commit, and w0 waits for it over an intact link."""
     planner = Planner()
     planner.start("w0", "w1", "w2")
@@ -126,7 +126,7 @@ def test_an_exchange_without_progress_ends() -> None:
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
-def test_a_step_that_does_not_end_holds_up_no_commit_for_ever() -> None:
+def test_a_step_that_never_ends_does_not_block_a_commit_forever() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -160,7 +160,7 @@ def gone_back(planner: Planner, old: p.StoredLayout | None) -> Planner:
     return later
 
 
-def test_a_journal_that_has_gone_back_behind_a_commit_goes_forward_again() -> None:
+def test_a_journal_rolled_back_before_a_commit_is_committed_again() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -201,7 +201,7 @@ def test_a_layout_is_corrected_by_its_members_reports() -> None:
 
 
 def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
-    """Its links broke while its peer's did not, or its peer's report is lost."""
+    """The member's links broke while its peer's links did not, or the peer's report is lost."""
     planner, _ = paired("w2")
     planner.says("w1", alone(planner, "w1", 2, 4))
     planner.wait(1.0)
@@ -211,8 +211,8 @@ def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
     assert prepared(planner) == {"w0", "w1"}
 
 
-def test_members_that_left_are_believed_while_an_operator_asks_again_and_again() -> None:
-    """They refuse each restore, so it is aborted at once. That neither changes the outcome nor delays it."""
+def test_reports_of_members_that_left_count_despite_repeated_operator_requests() -> None:
+    """The members refuse each restore, so it is aborted at once. That neither changes nor delays the outcome."""
     planner, _ = paired("w2")
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
@@ -230,7 +230,7 @@ def test_members_that_left_are_believed_while_an_operator_asks_again_and_again()
 
 
 def test_reports_from_before_a_transition_do_not_show_its_end() -> None:
-    """The monitor is away, so no new reports arrive. That alone must not dissolve a group."""
+    """The monitor is unreachable, so no new reports arrive. That alone must not dissolve a group."""
     planner, _ = paired("w2")
     planner.wait(30.0)
     assert sorted(planner.shape) == ["w0[0:2]+w1[2:4]", "w2[0:4]"]
@@ -305,3 +305,15 @@ def test_a_merged_group_does_not_wait_for_a_member_that_does_not_answer_the_comm
     assert planner.journal[-1] is Stage.EXCHANGING
     planner.answer(Phase.DONE, "w0")
     assert planner.shape == ["w0[0:4]"]
+
+
+def test_a_standby_follows_a_transition_that_is_committed_after_all() -> None:
+    planner, standby = Planner(), Planner().core.conductor
+    planner.start("w0", "w1")
+    planner.drop("w0", "w1")
+    assert planner.stored is not None
+    assert planner.stored.journal is not None
+    for stage in (Stage.PREPARING, Stage.ABORTING, Stage.COMMITTING):
+        standby.observe(replace(planner.stored.journal, stage=stage))
+        assert standby.newest is not None
+        assert standby.newest.stage is stage

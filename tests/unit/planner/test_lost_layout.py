@@ -31,7 +31,7 @@ def shape(layout: Layout) -> list[str]:
     return ["+".join(f"{m.worker_id}[{m.first_layer}:{m.last_layer}]" for m in g.members) for g in layout.groups]
 
 
-def test_a_group_on_which_its_members_agree_is_there_again() -> None:
+def test_a_group_on_which_its_members_agree_is_restored() -> None:
     alone = group(("w3", 0, 4))
     rebuilt = rebuild(ALONE, claims(("w1", 7, PAIR), ("w2", 7, PAIR), ("w3", 9, alone)), LAYERS)
     assert rebuilt is not None
@@ -136,7 +136,7 @@ def test_a_survivor_without_its_group_gets_the_missing_layers() -> None:
     assert planner.journal[-1] is Stage.DONE
 
 
-def test_a_layout_that_is_stored_needs_no_witnesses() -> None:
+def test_a_stored_layout_needs_no_reports() -> None:
     before = Planner()
     before.start("w1", "w2")
     planner = Planner()

@@ -17,7 +17,7 @@ CALM = Traffic(recent_count=2, minute_count=10, minute_tokens=80, ended_count=50
 SHORT = replace(CALM, queued_count=40, queued_tokens=320, recent_count=60, minute_count=100, minute_tokens=800)
 
 
-def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> None:
+def test_an_overload_without_a_better_option_is_compared_again() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
@@ -38,7 +38,7 @@ def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> No
 
 
 @pytest.mark.parametrize(("ttft_s", "dropped"), [(0.5, True), (1000.0, False)])
-def test_nothing_is_dropped_for_a_first_token_that_comes_soon_enough(ttft_s: float, dropped: bool) -> None:
+def test_nothing_is_dropped_if_first_tokens_meet_the_target(ttft_s: float, dropped: bool) -> None:
     planner = Planner(planning=Planning(targets=ComparisonTargets(ttft_s=ttft_s)))
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.start("w0", "w1")
@@ -47,7 +47,19 @@ def test_nothing_is_dropped_for_a_first_token_that_comes_soon_enough(ttft_s: flo
     assert planner.journal == [Stage.PREPARING] * dropped
 
 
-def test_an_overload_is_not_looked_at_for_ever() -> None:
+def test_the_failure_of_an_older_read_denies_no_newer_change() -> None:
+    """The older one was made for another purpose, and its monitor has just ended."""
+    planner = Planner()
+    planner.start("w0", "w1")
+    assert p.ReadLoads("drop") in planner.core.handle(p.DropRequested(planner.now_s, "drop", "d1", EXTENT))
+    older = p.LoadsRead(planner.now_s, "older", p.ClusterLoad({}), "no monitor")
+    assert not [c for c in planner.core.handle(older) if isinstance(c, p.RefuseChange)]
+    planner.execute(p.ReadLoads("drop"))
+    planner.tell(planner.events.pop())
+    assert planner.journal == [Stage.PREPARING]
+
+
+def test_an_overload_is_not_compared_forever() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")
@@ -57,7 +69,7 @@ def test_an_overload_is_not_looked_at_for_ever() -> None:
     assert 20 <= len([c for c in planner.said if isinstance(c, p.ReadLoads)]) <= 28
 
 
-def test_without_comparing_the_shortage_is_dropped() -> None:
+def test_without_comparisons_the_shortage_determines_the_drop() -> None:
     planner = Planner(planning=Planning(compares=False))
     planner.traffic = CALM
     planner.start("w0", "w1")
@@ -93,11 +105,9 @@ def test_a_burst_after_a_restores_commit_hurries_it_and_is_handled_afterwards() 
 @pytest.mark.parametrize("queued", [0, 40, 10**9])
 @pytest.mark.parametrize("recent", [0, 60])
 @pytest.mark.parametrize("others", [Traffic(), CALM], ids=["it is the only one", "others speak"])
-def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
-    queued: int, recent: int, others: Traffic
-) -> None:
-    """The dispatcher may have died with its queue, so the other dispatchers' traffic, or an empty queue, must justify
-    the drop.
+def test_a_silent_dispatcher_causes_no_drop_by_itself(queued: int, recent: int, others: Traffic) -> None:
+    """The dispatcher may have died with its queue, so a drop must be justified by the other dispatchers' traffic alone
+    or with an empty queue.
     """
     planner = Planner(planning=Planning())
     planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
@@ -151,7 +161,7 @@ def test_the_prediction_for_doing_nothing_is_logged_with_its_outcome() -> None:
     assert f"TPOT 50 ms, {one.tokens_per_s:.0f} tokens/s" in one.told(planner.now_s)
 
 
-def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None:
+def test_tokens_are_logged_even_if_no_request_had_its_first_one() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")

@@ -25,7 +25,7 @@ def test_the_ttft_target_reaches_the_policy() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan"])
-def test_a_target_that_is_no_time_is_refused(seconds: str) -> None:
+def test_a_target_that_is_not_a_duration_is_refused(seconds: str) -> None:
     with pytest.raises(ConfigError, match=r"planner\.ttft_target_s"):
         load_settings(PlannerSettings, [f"--ttft-target-s={seconds}"])
 
@@ -58,7 +58,7 @@ def test_any_failure_in_a_timer_ends_the_planner(error: Exception, monkeypatch: 
 
 
 def test_no_number_of_instances_is_posted_before_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new leader has read neither layout nor loads. A scaler that it told 0 would end all instances."""
+    """A new leader has read neither layout nor loads. If it posted 0, a scaler would end all instances."""
     state = StateServer("redis://127.0.0.1:1")
     monitor = MonitorEvents(LeaderAddress(state, "monitor", "127.0.0.1:1"))
     shell = build_shell(PlannerSettings(), state, monitor, Members(lambda _: None))

@@ -58,8 +58,8 @@ def test_half_of_the_instances_stay_in_the_first_minute() -> None:
 
 
 def test_a_planner_inherits_the_learnt_values() -> None:
-    """The first planner sees two minutes without jumps. A successor that does not inherit this knowledge keeps half of
-    the instances.
+    """The first planner sees two minutes without jumps. A successor that did not inherit this knowledge would keep half
+    of the instances serving.
     """
     names = [f"w{number}" for number in range(6)]
     first = Planner(sizing=SizingRules(parks=True))
@@ -96,7 +96,7 @@ def test_longer_observation_spans_are_inherited_too() -> None:
     )
 
 
-def test_no_instance_leaves_before_one_fewer_has_sufficed_for_a_while() -> None:
+def test_an_instance_leaves_only_after_one_fewer_has_sufficed_for_a_while() -> None:
     planner = started(load=FULL)
     go_on(planner, 70.0)
     planner.load = IDLE
@@ -130,7 +130,9 @@ def test_a_planner_that_leads_again_does_not_count_calm_from_before() -> None:
 
 
 def test_the_minimum_serves_even_without_demand() -> None:
-    """Neither an operator's parking nor a loss leaves fewer serving instances while others are parked."""
+    """Neither parking by an operator nor a loss may leave fewer instances serving than the minimum while others are
+    parked.
+    """
     planner = started(least_instances=3)
     for worker in ("w1", "w2"):
         ask(planner, worker, away=True)
@@ -195,7 +197,7 @@ def test_a_waking_instance_counts_until_it_is_overdue() -> None:
     assert woken[-1] == 2, woken
 
 
-def test_an_instance_that_was_soon_needed_again_leaves_later_next_time() -> None:
+def test_an_instance_that_was_soon_needed_again_leaves_later_the_next_time() -> None:
     planner = started()
     go_on(planner, 70.0)  # jumps are known, and a drop would bridge this one
     planner.load = FULL
@@ -221,7 +223,7 @@ def test_lone_instances_leave_while_others_are_merged_and_merged_ones_stay() -> 
     assert away(planner) == ["w10"], "the last instance outside a group stays"
 
 
-def test_a_restore_that_is_wanted_comes_before_a_leave() -> None:
+def test_a_wanted_restore_takes_precedence_over_a_leave() -> None:
     def merged() -> Planner:
         planner = started(load=FULL)
         planner.drop("w0", "w1")
@@ -262,8 +264,8 @@ def test_without_parking_the_number_is_reported_and_no_instance_leaves() -> None
     assert planner.core.conductor.sizing.wanted_count > 4
 
 
-def test_more_are_wanted_where_computing_is_short_though_memory_is_free() -> None:
-    """15,000 prompt tokens arrive per second, and an instance computes about 7,000."""
+def test_more_instances_are_wanted_if_compute_is_short_although_memory_is_free() -> None:
+    """15,000 prompt tokens arrive per second, and an instance computes about 7,000 of them."""
     planner = Planner(sizing=SizingRules(advises=True))
     planner.load, planner.traffic = IDLE, COMPUTING
     planner.start("w0", "w1")
@@ -271,8 +273,10 @@ def test_more_are_wanted_where_computing_is_short_though_memory_is_free() -> Non
     assert planner.core.conductor.sizing.wanted_count > 2
 
 
-def test_a_planner_that_leads_again_starts_anew() -> None:
-    """Another planner has led for an hour, so neither the number nor the time of calm of the first term counts."""
+def test_a_planner_that_leads_again_starts_over() -> None:
+    """Another planner has led for an hour, so neither the number of instances nor the time of calm from the first term
+    counts.
+    """
     planner = started()
     go_on(planner, 8.0)
     assert planner.core.conductor.sizing.wanted_count == 4
@@ -302,10 +306,10 @@ def test_instances_that_have_not_reported_to_a_new_monitor_do_not_seem_to_be_mis
     assert [wanted(("w0",), at_s) for at_s in (101.0, 103.0, 105.5)] == [4, 4, 4]
     assert wanted(("w0",), 107.0) > 4, "by now they would have reported"
     assert wanted(NAMES, 108.0) == 4
-    assert wanted(("w0", "w1"), 109.0) == 4, "the wait begins anew"
+    assert wanted(("w0", "w1"), 109.0) == 4, "the wait starts over"
 
 
-def test_an_instance_that_wakes_in_no_time_still_gets_a_second_to_report_it() -> None:
+def test_an_instance_with_a_wake_time_of_zero_gets_a_second_to_report_it() -> None:
     planner = started(load=replace(IDLE, wake_s=0.1), least_instances=2)
     for _ in range(8):
         go_on(planner, 5.0)

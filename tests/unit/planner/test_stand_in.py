@@ -67,7 +67,7 @@ def test_without_stand_in_or_leader_the_group_ends_at_once(lost: str) -> None:
     assert [len(group.members) for layout in written(planner) for group in layout.groups] == [1] * (lost == "w0")
 
 
-def test_an_instance_with_too_little_room_is_no_stand_in() -> None:
+def test_an_instance_with_too_little_room_is_not_chosen() -> None:
     planner = grouped("w3")
     planner.load = replace(LOAD, used_block_count=10_000)
     planner.lose("w1")
@@ -84,7 +84,7 @@ def test_a_failed_stand_in_is_not_tried_again() -> None:
     assert planner.shape == ["w3[0:4]"]
 
 
-def test_loads_that_are_not_read_are_not_waited_for() -> None:
+def test_missing_loads_do_not_delay_the_choice() -> None:
     planner = grouped("w3")
     execute = planner.execute
 

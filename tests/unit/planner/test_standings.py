@@ -60,7 +60,7 @@ def test_park_and_wake_step_by_step() -> None:
     assert standings(planner)["w1"] is Standing.SERVING
 
 
-def test_a_leave_is_undone_in_one_step_and_a_park_that_comes_too_late_is_woken() -> None:
+def test_a_leave_is_undone_in_one_step_and_a_late_park_is_followed_by_a_wake() -> None:
     planner = started("w0", "w1")
     ask(planner, "w1", away=True)
     ask(planner, "w1", away=False)
@@ -102,7 +102,7 @@ def test_invalid_orders_are_refused() -> None:
     assert [c.refusal for c in standby.said if isinstance(c, p.RefuseChange)] == [p.ChangeRefusal.STANDBY]
 
 
-def test_a_request_id_stands_for_one_change() -> None:
+def test_a_request_id_identifies_one_change() -> None:
     planner = started("w0", "w1", "w2")
     ask(planner, "w1", away=True, request="r")
     planner.said.clear()
@@ -127,7 +127,7 @@ def test_a_new_leader_continues_from_the_layout() -> None:
     assert ("w1", True) in orders(successor)
 
 
-def test_a_new_life_of_a_parked_instance_serves() -> None:
+def test_a_new_incarnation_of_a_parked_instance_serves() -> None:
     planner = started("w0", "w1")
     ask(planner, "w1", away=True)
     says(planner, "w1", parked=True)
@@ -146,7 +146,7 @@ def test_a_leaving_instance_takes_part_in_no_drop() -> None:
 
 
 def test_two_requests_at_once_do_not_park_the_last_instances() -> None:
-    """The second one arrives before the layout contains the first."""
+    """The second request arrives before the layout contains the first one."""
     planner = started("w0", "w1")
     commands = [
         command
@@ -158,7 +158,7 @@ def test_two_requests_at_once_do_not_park_the_last_instances() -> None:
 
 
 def test_another_instance_is_woken_if_the_first_one_does_not_wake() -> None:
-    """If no instance serves and the woken one lacks memory, because another process uses it, another one is woken."""
+    """No instance serves, and the woken one lacks memory because another process uses it, so another one is woken."""
     planner = started("w0", "w1", "w2")
     for worker in ("w1", "w2"):
         ask(planner, worker, away=True)

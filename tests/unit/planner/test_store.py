@@ -174,7 +174,7 @@ async def base_written(state: StateServer, store: RedisLayoutStore) -> int:
     return token
 
 
-def test_with_the_decision_the_layout_changes_and_not_before() -> None:
+def test_the_layout_changes_with_the_decision_and_not_earlier() -> None:
     async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
         token = await base_written(state, store)
         pubsub = state.redis.pubsub()
@@ -223,7 +223,7 @@ def test_a_deposed_planner_cannot_journal() -> None:
     tell(story)
 
 
-def test_a_decision_on_another_layout_than_planned_is_refused_as_a_whole() -> None:
+def test_a_decision_based_on_an_outdated_layout_is_refused_as_a_whole() -> None:
     async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
         token = await base_written(state, store)
         assert await store.write(WriteLayout(layout(4, "w1"), MODEL, Epoch(1), token, "c")) is WriteOutcome.WRITTEN
@@ -252,7 +252,7 @@ def test_the_same_decision_written_again_is_written_and_an_older_one_refused() -
     tell(story)
 
 
-def test_a_journal_of_another_version_is_left_alone() -> None:
+def test_a_journal_of_another_version_is_not_changed() -> None:
     async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
         token = await base_written(state, store)
         assert await store.write_journal(note(Stage.PREPARING, token)) is WriteOutcome.WRITTEN
@@ -265,7 +265,7 @@ def test_a_journal_of_another_version_is_left_alone() -> None:
     tell(story)
 
 
-def test_keys_of_another_type_are_made_anew() -> None:
+def test_keys_of_another_type_are_recreated() -> None:
     async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
         token = await state.acquire_lease("planner", "p1", 10.0, "host:1")
         assert token is not None

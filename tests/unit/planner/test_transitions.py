@@ -80,7 +80,7 @@ def test_data_addresses_reach_the_members() -> None:
     assert [m.data_address for m in call.journal.target.groups[0].members] == ["w1:2", "w0:2"]
 
 
-def test_a_drop_by_hand_is_answered_once_it_is_journaled_and_alike_when_repeated() -> None:
+def test_a_manual_drop_is_answered_once_journaled_and_equally_when_repeated() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.outcomes = [p.WriteOutcome.UNAVAILABLE]
@@ -96,7 +96,7 @@ def test_a_drop_by_hand_is_answered_once_it_is_journaled_and_alike_when_repeated
     assert refusals == [p.ChangeRefusal.ID_REUSED, p.ChangeRefusal.BUSY]
 
 
-def test_a_member_that_cannot_prepare_takes_everything_back() -> None:
+def test_a_member_that_cannot_prepare_aborts_the_transition() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -110,7 +110,7 @@ def test_a_member_that_cannot_prepare_takes_everything_back() -> None:
     assert "taken back: w1: too little memory" in planner.core.conductor.records()[0].summary
 
 
-def test_members_that_stay_silent_are_waited_for_in_vain() -> None:
+def test_silent_members_abort_the_transition_after_a_deadline() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -148,7 +148,7 @@ def test_a_member_lost_before_the_decision_aborts() -> None:
     assert planner.shape == ["w0[0:4]"]
 
 
-def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_again() -> None:
+def test_after_a_loss_following_the_decision_survivors_get_all_layers_again() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -170,7 +170,7 @@ def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_a
     assert planner.core.partial == ()
 
 
-def test_a_member_lost_at_rest_takes_its_group_apart() -> None:
+def test_a_member_lost_at_rest_dissolves_its_group() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1", "w2")
@@ -187,7 +187,7 @@ def test_a_member_lost_at_rest_takes_its_group_apart() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.DONE])
 def test_a_failed_link_between_living_members_restores_both(phase: Phase) -> None:
-    """A member that has restored all layers before the planner asks reports DONE and the reason why it left the
+    """A member that has restored all layers before the planner asks reports DONE, with the reason why it left the
     group.
     """
     planner = Planner()
@@ -204,7 +204,7 @@ def test_a_failed_link_between_living_members_restores_both(phase: Phase) -> Non
     assert planner.shape == ["w0[0:2]+w1[2:4]"], "past failures do not count"
 
 
-def test_a_survivor_that_cannot_be_restored_is_tried_again_later() -> None:
+def test_a_failed_restore_of_a_survivor_is_retried_later() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -308,7 +308,7 @@ def test_never_two_transitions_at_once() -> None:
     assert planner.journal.count(Stage.PREPARING) == 1
 
 
-def test_nothing_left_to_merge_is_said() -> None:
+def test_an_overload_with_nothing_left_to_merge_is_reported() -> None:
     planner = Planner()
     planner.start("w0")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
@@ -318,7 +318,7 @@ def test_nothing_left_to_merge_is_said() -> None:
     assert planner.journal == []
 
 
-def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:
+def test_a_plan_that_falls_short_is_executed_and_reported() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", 1000 * EXTENT))
@@ -327,7 +327,7 @@ def test_a_plan_that_falls_short_is_carried_out_and_said() -> None:
     assert planner.journal == [Stage.PREPARING]
 
 
-def test_the_policy_recompute_only_counts() -> None:
+def test_the_policy_recompute_only_counts_overloads() -> None:
     planner = Planner(policy=OverloadPolicy.RECOMPUTE)
     planner.start("w0", "w1")
     planner.tell(p.OverloadRaised(planner.now_s, "o1", EXTENT))
@@ -335,7 +335,7 @@ def test_the_policy_recompute_only_counts() -> None:
     assert planner.journal == []
 
 
-def test_static_pipelines_are_made_at_the_start_and_for_good() -> None:
+def test_static_pipelines_are_formed_at_startup_and_are_permanent() -> None:
     planner = Planner(policy=OverloadPolicy.STATIC_PIPELINE, pipeline_degree=2)
     planner.start("w0", "w1", "w2")
     assert planner.journal == [Stage.PREPARING]
@@ -365,7 +365,7 @@ def test_four_instances_become_two_pairs_or_one_pipeline_at_once() -> None:
     assert one.shape == ["w0[0:1]+w1[1:2]+w2[2:3]+w3[3:4]"]
 
 
-def test_a_static_pipeline_that_failed_is_tried_again() -> None:
+def test_a_failed_static_pipeline_is_retried() -> None:
     planner = Planner(policy=OverloadPolicy.STATIC_PIPELINE)
     planner.start("w0", "w1")
     planner.answer(Phase.FAILED, "w1", why="no link")
@@ -376,7 +376,7 @@ def test_a_static_pipeline_that_failed_is_tried_again() -> None:
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
 
-def test_without_restore_dropped_parameters_stay_away() -> None:
+def test_dropped_parameters_stay_dropped_if_restores_are_disabled() -> None:
     planner = Planner(restores=False)
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -401,7 +401,7 @@ def test_an_operators_drop_is_held_for_the_requested_time() -> None:
     assert planner.journal[-1] is Stage.PREPARING
 
 
-def test_another_drop_by_hand_does_not_shorten_the_hold() -> None:
+def test_another_manual_drop_does_not_shorten_the_hold() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2", "w3")
     first, second = (WorkerId("w0"), WorkerId("w1")), (WorkerId("w2"), WorkerId("w3"))
@@ -427,7 +427,7 @@ def test_an_operators_restore_ends_a_hold() -> None:
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
-def test_a_drop_by_hand_follows_the_plan_and_needs_a_shortage() -> None:
+def test_a_manual_drop_follows_the_plan_and_needs_a_shortage() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.load = replace(LOAD, used_block_count=0, running_count=0, waiting_count=0, waiting_block_count=0)
@@ -437,7 +437,7 @@ def test_a_drop_by_hand_follows_the_plan_and_needs_a_shortage() -> None:
     assert planner.journal == []
 
 
-def test_loads_that_are_not_to_be_had_refuse_a_change() -> None:
+def test_a_change_is_refused_if_loads_are_unavailable() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.load = None
@@ -447,7 +447,7 @@ def test_loads_that_are_not_to_be_had_refuse_a_change() -> None:
     assert refused.refusal is p.ChangeRefusal.NO_LOADS
 
 
-def test_a_member_that_drains_takes_its_group_apart_first() -> None:
+def test_a_draining_member_dissolves_its_group_first() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -461,7 +461,7 @@ def test_a_member_that_drains_takes_its_group_apart_first() -> None:
     assert [g.leader.draining for g in planner.core.layout.groups] == [False, True]
 
 
-def test_an_overload_keeps_no_member_that_is_to_leave() -> None:
+def test_an_overload_does_not_delay_a_draining_member() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -476,7 +476,7 @@ def test_an_overload_keeps_no_member_that_is_to_leave() -> None:
     assert [c.why for c in planner.said if isinstance(c, p.RefuseChange)] == ["about to leave: w1"]
 
 
-def test_a_restore_by_hand_ignores_the_load() -> None:
+def test_a_manual_restore_ignores_the_load() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -503,7 +503,7 @@ def restoring_by_itself() -> Planner:
     return planner
 
 
-def test_a_restore_of_its_own_gives_way_to_an_operator() -> None:
+def test_an_automatic_restore_yields_to_an_operator() -> None:
     planner = restoring_by_itself()
     planner.tell(p.RestoreRequested(planner.now_s, "c", "x1"))
     assert planner.journal[-1] is Stage.ABORTING
@@ -572,7 +572,7 @@ def test_an_unknown_outcome_of_the_decision_is_written_again_until_it_is_known()
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
 
-def test_epochs_of_transitions_taken_back_are_not_used_again() -> None:
+def test_epochs_of_aborted_transitions_are_not_reused() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")

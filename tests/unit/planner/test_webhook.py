@@ -64,7 +64,7 @@ async def told(hook: Webhook, story: Callable[[], None] | None, for_s: float) ->
     await asyncio.wait([running])
 
 
-def test_only_the_newest_is_told_and_not_too_often() -> None:
+def test_only_the_newest_number_is_sent_and_not_too_often() -> None:
     receiver = Receiver()
 
     async def story() -> None:
@@ -81,7 +81,7 @@ def test_only_the_newest_is_told_and_not_too_often() -> None:
     assert receiver.heard[1][0] - receiver.heard[0][0] >= 0.4
 
 
-def test_undelivered_messages_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undelivered_messages_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.planner.shell.webhook._BACK_OFF_S", 0.05)
     receiver = Receiver(refuses=2)
 
@@ -111,7 +111,7 @@ def test_a_planner_that_leads_again_sends_its_number() -> None:
     assert [count for _, count in receiver.heard] == [1, 1]
 
 
-def test_a_follower_hears_it_over_http_and_no_one_else() -> None:
+def test_only_a_receiver_with_the_secret_accepts_the_number_over_http() -> None:
     heard: list[Wanted] = []
 
     async def story() -> None:
@@ -152,7 +152,7 @@ def test_a_number_is_sent_again_if_a_failed_call_may_have_delivered_another() ->
     assert heard == [1, 2, 1]
 
 
-def test_a_call_that_ends_after_the_lead_was_lost_does_not_count_as_told() -> None:
+def test_a_call_that_ends_after_the_lead_was_lost_does_not_count_as_delivered() -> None:
     heard: list[int] = []
 
     async def take(url: str, body: bytes, signature: str) -> None:
@@ -173,7 +173,7 @@ def test_a_call_that_ends_after_the_lead_was_lost_does_not_count_as_told() -> No
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307])
 def test_a_redirect_is_no_delivery(status: int) -> None:
-    """A GET without the body would reach the receiver."""
+    """If the redirect were followed, the receiver would get a GET without the body."""
     lines: list[bytes] = []
 
     async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -218,7 +218,7 @@ def test_an_endless_response_does_not_delay_the_next_call() -> None:
     assert len(heard) == 2
 
 
-def test_a_receiver_that_sends_headers_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_sends_endless_headers_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.planner.shell.webhook._TIMEOUT_S", 0.3)
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -51,7 +51,7 @@ def test_only_the_worker_needs_torch(module: str) -> None:
     assert loaded & {"torch", "transformers", "safetensors", "matplotlib"} == set()
 
 
-def test_no_command_needs_torch_and_none_pays_for_the_others() -> None:
+def test_no_command_needs_torch_or_loads_other_commands() -> None:
     needless = {"torch", "transformers", "safetensors", "matplotlib"}
     every = modules_after("from tools.cli.main import build_parser; build_parser(chr(42))")
     assert {"tools.cli.status", "tools.cli.sim", "tools.bench.command"} <= every
@@ -61,7 +61,7 @@ def test_no_command_needs_torch_and_none_pays_for_the_others() -> None:
     assert one & {*needless, "tools.cli.sim", "tools.bench.command", "services", "pydantic"} == set()
 
 
-def test_the_sdk_brings_no_service_and_no_state_server_along() -> None:
+def test_the_sdk_imports_no_service_and_no_state_server() -> None:
     loaded = modules_after("import ballast.client")
     assert {name for name in loaded if name.split(".")[0] in {"services", "sim", "redis", "uvloop", "rich"}} == set()
 

@@ -84,13 +84,13 @@ def test_the_sdk_runs_from_the_wheel_without_the_repository(sdk: Path, tmp_path:
     assert (done.returncode, done.stdout.strip()) == (0, f"ballast {ballast.__version__}"), done.stderr
 
 
-def test_nobody_else_owns_our_package_names() -> None:
+def test_no_other_distribution_owns_our_package_names() -> None:
     # Editable installs are not listed here, so a name is either absent or ours.
     owners = importlib.metadata.packages_distributions()
     assert {owner for name in (*SDK, *SERVICES) for owner in owners.get(name, ())} <= set(FOLDERS)
 
 
-def test_wheels_images_and_their_bonds_carry_the_version_of_the_code(sdk: Path, cluster: Path) -> None:
+def test_wheels_images_and_their_dependencies_have_the_version_of_the_code(sdk: Path, cluster: Path) -> None:
     assert sdk.name.startswith(f"ballast_serve-{ballast.__version__}-")
     assert cluster.name.startswith(f"ballast_serve_cluster-{ballast.__version__}-")
     bonds = [one for one in every_requirement() if _name(one) in FOLDERS and "==" in one]
@@ -112,7 +112,7 @@ def every_requirement() -> list[str]:
     return found
 
 
-def test_extras_of_the_sdk_bring_the_services() -> None:
+def test_extras_of_the_sdk_install_the_services() -> None:
     extras, theirs = project()["optional-dependencies"], project(CLUSTER_DISTRIBUTION)["optional-dependencies"]
     assert _name(extras["cluster"][0]) == CLUSTER_DISTRIBUTION
     for extra in theirs:
@@ -141,7 +141,7 @@ def test_the_sdk_needs_grpc_and_protobuf_and_nothing_else() -> None:
     ]
 
 
-def test_floors_are_those_of_the_generated_code() -> None:
+def test_lower_bounds_are_those_of_the_generated_code() -> None:
     floors = {_name(one): re.findall(r">=([\d.]+)", one)[0] for one in project()["dependencies"]}
     for path in (ROOT / "ballastpb").rglob("*_pb2.py"):
         made = re.search(r"Domain\.PUBLIC,\s*(\d+),\s*(\d+),", path.read_text())
@@ -175,7 +175,7 @@ def test_the_sdk_imports_only_declared_packages() -> None:
     assert re.fullmatch(r"ballast: needs rich: pip install 'ballast-serve\[cli\]'\n", done.stderr), done.stderr
 
 
-def test_declared_python_versions_begin_with_the_least() -> None:
+def test_declared_python_versions_start_at_the_minimum() -> None:
     for name in FOLDERS:
         versions = re.findall(r"Python :: (3\.\d+)", " ".join(project(name)["classifiers"]))
         assert versions == ["3.11", "3.12", "3.13"]

@@ -78,7 +78,7 @@ def test_worker_flags_on_the_page_on_gpus_are_flags_of_up() -> None:
 
 
 @pytest.mark.parametrize("page", ["configure.md", "operate.md"])
-def test_configurations_on_pages_are_understood(page: str, tmp_path: Path) -> None:
+def test_configurations_on_pages_are_valid(page: str, tmp_path: Path) -> None:
     texts = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert texts
     for text in texts:
@@ -104,7 +104,7 @@ def test_the_readme_counts_model_types_as_the_page_of_models_does() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
@@ -121,7 +121,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tm
         assert [url for url in fetched if "//" in url] == [], file
 
 
-def test_messages_on_the_troubleshooting_page_are_said_somewhere() -> None:
+def test_messages_on_the_troubleshooting_page_occur_in_the_code() -> None:
     sources = "\n".join(
         path.read_text() for folder in ("ballast", "services", "tools") for path in (ROOT / folder).rglob("*.py")
     )
@@ -132,14 +132,14 @@ def test_messages_on_the_troubleshooting_page_are_said_somewhere() -> None:
         assert not missing, message
 
 
-def test_the_changelog_is_short_enough_to_be_read() -> None:
+def test_the_changelog_is_short() -> None:
     for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         entries = [re.split(r"\n\n|\n#", entry)[0] for entry in version.split("\n- ")[1:]]
         assert len(version.split()) <= 2000, "edit an unreleased entry instead of adding one"
         assert [entry for entry in entries if len(entry.split()) > 60] == []
 
 
-def test_the_architecture_page_is_short_and_its_paths_are_there() -> None:
+def test_the_architecture_page_is_short_and_its_paths_exist() -> None:
     page = (DOCS / "architecture.md").read_text()
     assert len(page.split()) <= 2850
     assert max(len(cell) for row in page.splitlines() if row[:1] == "|" for cell in row.split("|")) <= 260

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_each_promise_names_a_test_that_is_there() -> None:
+def test_each_promise_names_an_existing_test() -> None:
     page = (ROOT / "docs" / "promises.md").read_text()
     assert len(page.splitlines()) <= 60
     rows = [row for row in page.splitlines() if row.startswith("| ") and not row.startswith("| promise")]

@@ -10,7 +10,7 @@ from services.worker.core import transition_messages
 from services.worker.core.phases import DROP, RESTORE, On, Row, State
 
 
-def test_every_state_that_is_not_a_rest_has_a_deadline_and_a_way_out() -> None:
+def test_every_state_except_rests_has_a_deadline_and_an_exit() -> None:
     assert set(STAGES) == set(Stage)
     rules = CoordinatorRules()
     for stage, row in STAGES.items():
@@ -20,7 +20,7 @@ def test_every_state_that_is_not_a_rest_has_a_deadline_and_a_way_out() -> None:
 
 
 @pytest.mark.parametrize("table", [DROP, RESTORE])
-def test_every_state_of_a_member_that_is_not_a_rest_has_a_way_out(table: dict[State, Row]) -> None:
+def test_every_state_of_a_member_except_rests_has_an_exit(table: dict[State, Row]) -> None:
     assert {row.phase for row in table.values()} == set(Phase) - {Phase.NONE}
     for row in table.values():
         assert (row.way_out == "at rest") is not bool(row.ways)
@@ -41,6 +41,6 @@ def test_every_event_of_a_transition_is_received_somewhere() -> None:
     assert received == set(transition_messages.Event.__args__)
 
 
-def test_a_step_that_no_table_has_is_a_bug() -> None:
+def test_a_step_outside_the_tables_is_a_bug() -> None:
     with pytest.raises(InvariantViolation, match="done to preparing"):
         stages.check_step(Stage.DONE, Stage.PREPARING)

@@ -1,4 +1,4 @@
-"""Limits per connection, per token and for large messages. Calls beyond them are refused, and others are served."""
+"""Limits per connection, per token and for large messages. Calls beyond a limit are refused, others are served."""
 
 import asyncio
 import gc
@@ -88,7 +88,7 @@ async def begun_at_last(channel: grpc.aio.Channel, name: str = "") -> Any:
             await asyncio.sleep(0.01)
 
 
-def test_a_connection_has_so_many_calls_and_another_one_is_served() -> None:
+def test_calls_per_connection_are_limited_and_other_connections_are_served() -> None:
     async def story(address: str, _: Reader) -> None:
         async with open_channel(address) as greedy, open_channel(address) as other:
             first = await begun(greedy)
@@ -103,7 +103,7 @@ def test_a_connection_has_so_many_calls_and_another_one_is_served() -> None:
     serve(story, CallBounds(per_connection=2))
 
 
-def test_a_token_has_so_many_calls_over_all_its_connections() -> None:
+def test_calls_per_token_are_limited_over_all_its_connections() -> None:
     async def story(address: str, reader: Reader) -> None:
         async with open_channel(address) as one, open_channel(address) as two:
             first = await begun(one, "alice")
@@ -119,7 +119,7 @@ def test_a_token_has_so_many_calls_over_all_its_connections() -> None:
     serve(story, CallBounds(per_caller=2))
 
 
-def test_large_messages_share_a_bound_and_small_ones_do_not_count() -> None:
+def test_large_messages_share_a_limit_and_small_ones_do_not_count() -> None:
     async def tokenize(channel: grpc.aio.Channel, length: int) -> int:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         try:
@@ -155,7 +155,7 @@ def test_ended_calls_do_not_count() -> None:
     assert (book.large_bytes, book.call_count) == (0, 0)
 
 
-def test_beyond_the_bound_connections_are_closed_and_those_there_are_served() -> None:
+def test_connections_beyond_the_limit_are_closed_and_existing_ones_are_served() -> None:
     async def story(address: str, reader: Reader) -> None:
         host, _, port = address.rpartition(":")
         async with open_channel(address) as known:

@@ -140,7 +140,7 @@ def test_details_follow_google_rpc() -> None:
     call(errors.Overloaded("queue full", 2.25), story)
 
 
-def test_details_of_a_status_that_make_no_sense_are_the_peers_fault() -> None:
+def test_malformed_details_of_a_status_are_a_peer_violation() -> None:
     info = error_details_pb2.ErrorInfo(reason="StaleEpoch", domain="ballast", metadata={"have": "many"})
     detail = any_pb2.Any()
     detail.Pack(info)

@@ -127,7 +127,7 @@ async def error_of(channel: grpc.aio.Channel, method: str, message: bytes) -> Ba
 
 
 @pytest.mark.parametrize("method", [_REPORT, _DRAIN, _HEALTH])
-def test_garbage_is_the_callers_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_a_client_error(method: str, caplog: pytest.LogCaptureFixture) -> None:
     async def story(served: Served, channel: grpc.aio.Channel) -> None:
         error = await error_of(channel, method, _GARBAGE)
         assert isinstance(error, InvalidRequest)
@@ -139,8 +139,8 @@ def test_garbage_is_the_callers_mistake(method: str, caplog: pytest.LogCaptureFi
     assert "Traceback" not in caplog.text
 
 
-def test_a_client_that_goes_while_something_waits_to_be_written_is_gone_and_nothing_else() -> None:
-    """Flow control holds back the server's writes; when the connection breaks, they fail inside the handler."""
+def test_a_disconnect_during_a_blocked_write_ends_only_its_call() -> None:
+    """Flow control holds back the server's writes, which fail inside the handler when the connection breaks."""
 
     async def story(served: Served, channel: grpc.aio.Channel) -> None:
         narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
@@ -170,7 +170,7 @@ def test_an_unforeseen_exception_ends_only_its_call() -> None:
     serve(story)
 
 
-def test_a_broken_invariant_of_ours_stops_us_and_that_of_a_peer_does_not() -> None:
+def test_an_own_broken_invariant_stops_the_server_and_a_peers_does_not() -> None:
     async def story(served: Served, channel: grpc.aio.Channel) -> None:
         served.planner.error = InvariantViolation("blocks do not add up")
         relayed = await error_of(channel, _DRAIN, b"")
@@ -186,7 +186,7 @@ def test_a_broken_invariant_of_ours_stops_us_and_that_of_a_peer_does_not() -> No
     serve(story)
 
 
-def test_a_peers_error_that_was_not_translated_ends_the_call_only() -> None:
+def test_an_untranslated_error_of_a_peer_ends_only_the_call() -> None:
     async def story(served: Served, channel: grpc.aio.Channel) -> None:
         nobody = grpc.aio.Metadata()
         served.planner.error = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, nobody, nobody, details="what?")

@@ -16,7 +16,7 @@ from tools.local.proxy import Proxy
 _FASTER = 10
 _TIMES = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 _PROMISED_S = 30.0 / _FASTER
-_SLACK_S = 4.0  # for a busy machine; without the ping's own timeout, noticing takes a minute
+_SLACK_S = 4.0  # for a busy machine; without `ping_timeout_ms`, noticing takes a minute
 
 
 def faster(options: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
@@ -70,7 +70,7 @@ class Quiet(Endless):
         await asyncio.Event().wait()
 
 
-def test_a_watchful_channel_gives_its_pings_as_little_time() -> None:
+def test_a_watchful_channel_uses_the_same_short_ping_timeout() -> None:
     for options in (channel.CHANNEL_OPTIONS, channel.SERVER_OPTIONS, channel._WATCHFUL):  # pyright: ignore[reportPrivateUsage]
         found = dict(options)
         assert found["grpc.http2.ping_timeout_ms"] == found["grpc.keepalive_timeout_ms"]

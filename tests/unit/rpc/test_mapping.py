@@ -1,4 +1,4 @@
-"""What the mapper refuses at construction, and how it names a message's field that it refuses."""
+"""Types that the mapper refuses at construction, and how it names the field of a message that it refuses."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -67,7 +67,7 @@ def dataclass_of(name: str) -> type:
     return dataclass(frozen=True)(type("Some", (), {"__annotations__": {name: int}}))
 
 
-def test_a_range_beside_the_type_is_checked_and_the_path_names_the_field() -> None:
+def test_a_range_in_addition_to_the_type_is_checked_and_the_path_names_the_field() -> None:
     message = stage_pb2.Roster(victims=[stage_pb2.Victim(sequence_id=1), stage_pb2.Victim(sequence_id=-3)])
     with pytest.raises(InvalidRequest) as refused:
         LISTED.record(message)
@@ -81,7 +81,7 @@ def test_values_that_a_message_field_cannot_hold_are_refused_by_name() -> None:
     assert refused.value.field == "computed_tokens"
 
 
-def test_sets_go_in_order_and_pairs_are_messages() -> None:
+def test_sets_are_sorted_and_pairs_are_messages() -> None:
     assert list(LISTED.message(Listed((), frozenset((9, 3, 5)))).recomputed) == [3, 5, 9]
     mapper = Mapper(Token, pb.Logprobs, ignored=("prompt",))
     token = Token(Chosen(3, -0.5), ((3, -0.5), (4, -1.5)))
@@ -90,13 +90,13 @@ def test_sets_go_in_order_and_pairs_are_messages() -> None:
     assert mapper.record(message) == token
 
 
-def test_given_fields_are_said_by_the_caller_on_either_side() -> None:
+def test_given_fields_are_passed_by_the_caller_in_both_directions() -> None:
     mapper = Mapper(Counted, stage_pb2.Victim, given=("old_leader",), ignored=("donor", "donated_count"))
     assert mapper.message(Counted(1, 2, "w9"), old_leader="w1").old_leader == "w1"
     assert mapper.record(stage_pb2.Victim(sequence_id=1), old_leader="w2") == Counted(1, 0, "w2")
 
 
-def test_enums_go_by_name() -> None:
+def test_enums_are_mapped_by_name() -> None:
     assert KIND.number_of[TransitionKind.RESTORE] == worker_pb2.TRANSITION_KIND_RESTORE
     assert KIND.member(worker_pb2.TRANSITION_KIND_DROP) is TransitionKind.DROP
     with pytest.raises(InvalidRequest, match="kind: unknown value 0; known are drop, restore"):
@@ -107,7 +107,7 @@ def test_enums_go_by_name() -> None:
         EnumMapper(Phase, worker_pb2.DESCRIPTOR.enum_types_by_name["TransitionKind"])
 
 
-def test_a_layout_that_was_made_can_be_read_however_many_instances_its_reason_names() -> None:
+def test_a_layout_can_be_read_however_many_instances_its_reason_names() -> None:
     names = " ".join(f"worker-{i}.some.long.domain" for i in range(500))
     layout = Layout(Epoch(3), 1, (), f"loss: {names} remained of a group")
     assert codec.LAYOUT.record(codec.LAYOUT.message(layout)) == layout

@@ -10,7 +10,7 @@ from ballast.rpc import codec
 COST = CostModel(attention_s=1e-9, token_s=1e-5, chunk_s=2e-3, shared_s=1e-3, prefix_s=1e-8, many_s=0.0, beyond_s=1e-6)
 
 
-def test_a_pace_travels() -> None:
+def test_a_cost_model_survives_a_round_trip() -> None:
     pace = Pace(COST, 24, 2048)
     assert codec.PACE.record(codec.PACE.message(pace)) == pace
 

@@ -1,4 +1,4 @@
-"""A server as every service runs it: health with Watch, reflection, a taken port, calls that end."""
+"""A server as in every service: health with Watch, reflection, a port in use, and calls that end."""
 
 import asyncio
 import socket
@@ -67,7 +67,7 @@ def make(servicer: Endless, port: int, host: str = "127.0.0.1", connection_age_s
     )
 
 
-def test_health_says_alive_and_ready_apart_and_watch_delivers_every_change() -> None:
+def test_liveness_and_readiness_are_separate_and_watch_delivers_every_change() -> None:
     async def story(server: RpcServer, channel: grpc.aio.Channel, servicer: Endless) -> None:
         stub = cast(Any, health_pb2_grpc).HealthStub(channel)
 
@@ -101,7 +101,7 @@ def test_reflection_names_the_services() -> None:
     serve(story)
 
 
-def test_a_call_that_the_client_left_is_over_at_once() -> None:
+def test_a_call_ends_at_once_when_the_client_disconnects() -> None:
     async def story(server: RpcServer, channel: grpc.aio.Channel, servicer: Endless) -> None:
         call = planner_pb2_grpc.PlannerServiceStub(channel).WatchLayout(pb.WatchLayoutRequest())
         await call.read()
@@ -124,7 +124,7 @@ def test_stopping_ends_running_calls() -> None:
     serve(story)
 
 
-async def test_a_taken_port_is_a_configuration_error() -> None:
+async def test_a_port_in_use_is_a_configuration_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -154,7 +154,7 @@ class Named(Endless):
         return pb.GetLayoutResponse(planner_id=self.name)
 
 
-def test_calls_go_round_all_servers_of_a_name_those_that_came_later_too() -> None:
+def test_calls_alternate_between_all_servers_of_a_name_including_later_ones() -> None:
     """Calls in progress continue when their connection reaches its maximum age."""
 
     async def story() -> None:

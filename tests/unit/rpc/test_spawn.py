@@ -37,6 +37,6 @@ uvloop.run(main())
 """
 
 
-def test_programs_start_and_calls_go_on_in_a_process_with_grpc_calls() -> None:
+def test_a_process_with_grpc_calls_starts_programs_without_disturbing_them() -> None:
     ended = subprocess.run([sys.executable, "-c", STORY], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]

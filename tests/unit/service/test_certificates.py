@@ -36,7 +36,7 @@ async def served_until(port: int, ca: Path) -> float:
     return float(ssl.cert_time_to_seconds(certificate["notAfter"]))
 
 
-async def test_an_http_server_goes_on_with_a_renewed_certificate(keys: Path) -> None:
+async def test_an_http_server_uses_a_renewed_certificate(keys: Path) -> None:
     folder = keys / "gateway"
     server = HttpServer(
         Starlette(), host="127.0.0.1", port=0, shutdown_timeout_s=1.0, client_stall_timeout_s=1.0, tls_dir=folder
@@ -91,7 +91,7 @@ def test_a_file_without_a_certificate_is_named(tmp_path: Path) -> None:
         expires_unix_s(file)
 
 
-def test_doctor_says_how_long_a_certificate_is_valid(keys: Path) -> None:
+def test_doctor_shows_how_long_a_certificate_is_valid(keys: Path) -> None:
     assert checks.certificate(keys / "planner").verdict is Verdict.WARN
     make_certificates(keys, days=90, hosts=["127.0.0.1"], workers=[], renew=True)
     assert checks.certificate(keys / "planner").verdict is Verdict.OK

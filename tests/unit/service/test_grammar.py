@@ -49,7 +49,7 @@ def walk(grammars: Grammars, grammar: Grammar, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", GrammarKind)
-def test_a_grammar_may_begin_behind_a_thought(grammars: Grammars, kind: GrammarKind) -> None:
+def test_a_grammar_may_begin_after_reasoning(grammars: Grammars, kind: GrammarKind) -> None:
     text = {GrammarKind.JSON_SCHEMA: SCHEMA.text, GrammarKind.REGEX: '\\{"a": (1|23)\\}', GrammarKind.LARK: LARK}[kind]
     tokenizer = train_tokenizer(VOCAB, qwen=False)
 
@@ -72,7 +72,7 @@ def test_a_grammar_may_begin_behind_a_thought(grammars: Grammars, kind: GrammarK
     grammars.check(inside)
 
 
-def test_tags_of_thoughts_may_be_special_tokens(grammars: Grammars) -> None:
+def test_reasoning_tags_may_be_special_tokens(grammars: Grammars) -> None:
     tokenizer = train_tokenizer(VOCAB, qwen=False)
     tag = tokenizer.id_to_token(TURN_END_ID)
     grammar = Grammar(GrammarKind.REGEX, "(ab)+", tag or "")
@@ -124,7 +124,7 @@ def test_unenforceable_grammars_are_refused(grammars: Grammars, kind: GrammarKin
 def test_grammars_that_compile_but_cannot_be_enforced_are_refused(
     grammars: Grammars, kind: GrammarKind, text: str, why: str
 ) -> None:
-    """A matcher that gives up allows the answer to end as if it were complete."""
+    """A matcher that fails midway allows the answer to end as if it were complete."""
     with pytest.raises(InvalidRequest, match=why):
         grammars.check(Grammar(kind, text))
 
@@ -143,7 +143,7 @@ def test_limits_are_reported_with_the_counted_value(grammars: Grammars, schema: 
         grammars.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
 
-def test_deep_nesting_and_many_properties_in_all_are_refused(grammars: Grammars) -> None:
+def test_deep_nesting_and_many_properties_in_total_are_refused(grammars: Grammars) -> None:
     deep = '{"type":"array","items":' * 120 + "{}" + "}" * 120
     grammars.check(Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * 60 + "{}" + "}" * 60))
     for text in (deep.replace('"items":', '"items":{"anyOf":[', 1).replace("}", "]}}", 1), "[" * 100_000):
@@ -154,7 +154,7 @@ def test_deep_nesting_and_many_properties_in_all_are_refused(grammars: Grammars)
         grammars.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"properties": objects})))
 
 
-def test_tokens_of_an_answer_that_do_not_follow_are_refused(grammars: Grammars) -> None:
+def test_tokens_that_the_grammar_does_not_allow_are_refused(grammars: Grammars) -> None:
     tokens = walk(grammars, SCHEMA, 1)[:-1]
     grammars.check(SCHEMA, tokens)
     grammars.check(SCHEMA, [])
@@ -164,7 +164,7 @@ def test_tokens_of_an_answer_that_do_not_follow_are_refused(grammars: Grammars) 
         assert caught.value.field == "resumption.token_ids"
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Grammars(tmp_path / "tokenizer.json")

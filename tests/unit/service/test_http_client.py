@@ -79,7 +79,7 @@ def test_a_connection_serves_calls_one_after_the_other_and_a_dead_one_is_replace
         b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + b"x" * 20,  # longer than the client accepts
     ],
 )
-def test_an_answer_that_breaks_off_is_no_answer(answer: bytes) -> None:
+def test_a_truncated_answer_is_an_error(answer: bytes) -> None:
     async def check() -> None:
         serve, _ = saying(answer)
         async with answering(serve) as client:
@@ -100,7 +100,7 @@ def test_an_unreachable_server_differs_from_a_broken_call() -> None:
     asyncio.run(check())
 
 
-def test_bodies_go_in_pieces_and_a_server_may_answer_before_their_end() -> None:
+def test_bodies_are_sent_in_pieces_and_a_server_may_answer_before_their_end() -> None:
     async def echo(scope: dict[str, object], receive: Callable[[], Awaitable[dict[str, object]]], send: object) -> None:
         body = b""
         while scope["path"] == "/echo":
@@ -189,7 +189,7 @@ def test_a_server_that_falls_silent_ends_a_forwarded_call(answer: bytes, monkeyp
 
 
 def test_the_response_to_a_head_has_no_body() -> None:
-    """Its headers have the length of the body that a GET would get."""
+    """A response to HEAD has the headers of the response to GET, with the length of the body, but no body."""
 
     async def check() -> None:
         serve, _ = saying(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n")

@@ -114,7 +114,7 @@ async def test_a_silent_connection_is_closed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("word", ["h2c", "H2C"])
-async def test_an_offer_of_http2_is_passed_over_and_the_body_is_read(word: str) -> None:
+async def test_an_upgrade_to_http2_is_ignored_and_the_body_is_read(word: str) -> None:
     upgrade = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {word}\r\nHTTP2-Settings: AAMAAABk\r\n".encode()
     request = HEAD.replace(b"content-length", upgrade + b"content-length") + b"{}"
     async with served(is_endless=False, request=request) as (parts, reader, _):

@@ -80,7 +80,7 @@ def test_a_second_signal_kills() -> None:
     assert end(process)[0] == -signal.SIGTERM
 
 
-def test_the_address_others_use() -> None:
+def test_the_advertised_address() -> None:
     assert advertised_address("127.0.0.1", None, 5) == "127.0.0.1:5"
     assert advertised_address("0.0.0.0", "worker-3", 5) == "worker-3:5"
     host, port = advertised_address("0.0.0.0", None, 5).rsplit(":", 1)

@@ -43,13 +43,13 @@ print(lost())
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_full_disk_costs_lines_and_nothing_else(form: str) -> None:
+def test_a_full_disk_loses_only_log_lines(form: str) -> None:
     said, _ = run(form, _SAY, before='sys.stderr = open("/dev/full", "w")')
     assert said == "3\n"
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_closed_pipe_costs_lines_and_nothing_else(form: str) -> None:
+def test_a_closed_pipe_loses_only_log_lines(form: str) -> None:
     said, _ = run(form, _SAY, before='r, w = os.pipe(); os.close(r); sys.stderr = os.fdopen(w, "w")')
     assert said == "3\n"
 
@@ -71,7 +71,7 @@ print(lost() > 1000, time.monotonic() - began < 10)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_unprintable_value_ends_no_process(form: str) -> None:
+def test_an_unprintable_value_crashes_no_process(form: str) -> None:
     body = """
 class Bad:
     def __repr__(self): raise KeyError("no")
@@ -86,7 +86,7 @@ print(lost())
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_line_has_characters_that_steer_a_terminal(form: str) -> None:
+def test_no_line_contains_terminal_control_characters(form: str) -> None:
     _, logged = run(form, 'log.info("request", request_id="a\\x00b\\x1b]0;title\\x07c\\x7f")')
     assert not set(logged) & set("\x00\x1b\x07\x7f")
 

@@ -1,4 +1,4 @@
-"""Models by name, from a huggingface_hub cache while the hub is out of reach."""
+"""Models by name, from a huggingface_hub cache, while the hub is unreachable."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def test_names_are_told_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_distinguished_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_name("meta-llama/Llama-3.1-8B") == Name("meta-llama/Llama-3.1-8B")
     assert hub_name("org/name@v1.0") == Name("org/name", "v1.0")
     assert [hub_name(text) for text in ("./org/name", "/a/b", "a/b/c", "name", str(tmp_path))] == [None] * 5
@@ -43,7 +43,7 @@ def test_names_are_told_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert hub_name("org/name") is None, "an existing folder takes precedence"
 
 
-def test_a_name_is_the_snapshot_in_the_cache(cache: Path) -> None:
+def test_a_name_is_resolved_to_the_snapshot_in_the_cache(cache: Path) -> None:
     for text in (NAME, f"{NAME}@main", f"{NAME}@{COMMIT}"):
         found = find_model(text, weights=True)
         assert found.name == NAME

@@ -31,7 +31,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def allowed(grammars: Grammars, schema: Any, value: Any) -> bool:
-    """Whether the grammar lets a model write `value` and end there."""
+    """Whether the grammar allows a model to generate `value` and then end."""
     tokens = TOKENIZER.encode(json.dumps(value), add_special_tokens=False).ids
     matcher = grammars.start(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), ())
     if matcher.validate_tokens(tokens) < len(tokens):
@@ -64,7 +64,7 @@ def test_allowed_values_validate(grammars: Grammars, branches: list[list[str]]) 
     try:
         right = [value for value in VALUES if allowed(grammars, schema, [value])]
     except InvalidRequest:
-        return  # branches that types cannot tell apart are refused
+        return  # branches that types cannot distinguish are refused
     validator = Draft202012Validator(schema)
     assert [value for value in right if not validator.is_valid([value])] == []
     named = Counter(name for types in branches for name in types)

@@ -1,4 +1,4 @@
-"""Spans are sent with their ids unchanged, or dropped, whatever the collector answers."""
+"""Spans are sent with unchanged ids, or dropped, whatever the collector answers."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ A_SPAN = Span(
 )
 
 
-def test_a_span_arrives_as_it_was_given() -> None:
+def test_a_span_arrives_unchanged() -> None:
     with collecting() as collector:
         exporter = Exporter(collector.url, "dispatcher", "d-1")
         exporter.put([A_SPAN, Span("request", Context("f" * 32, "1" * 16), "", 1.0, 2.0, {}, is_server=True)])

@@ -46,18 +46,18 @@ def test_every_call_between_services_has_its_allowed_callers() -> None:
     assert all(MAY_CALL.values())
 
 
-def test_tokens_for_inference_are_good_for_methods_that_exist() -> None:
+def test_tokens_for_inference_are_valid_for_existing_methods() -> None:
     (service,) = inference_pb2.DESCRIPTOR.services_by_name.values()
     assert {f"/{service.full_name}/{method.name}" for method in service.methods} > INFERS
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
-def test_on_the_loopback_nothing_is_needed(host: str) -> None:
+def test_on_the_loopback_no_protection_is_needed(host: str) -> None:
     Security(Role.WORKER, Settings()).ensure_guarded([host, None], tokens=False, links=True)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.7", "worker-3"])
-def test_beyond_it_a_service_wants_to_be_protected_or_told_not_to(host: str, certificates: Path) -> None:
+def test_on_other_addresses_a_service_needs_protection_or_an_explicit_opt_out(host: str, certificates: Path) -> None:
     bare = Security(Role.WORKER, Settings())
     with pytest.raises(ConfigError, match=r"worker.host.*needs --tls-dir and --cluster-secret-file .*--insecure"):
         bare.ensure_guarded([host], links=True)
@@ -88,7 +88,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, certificates: Path)
     assert isinstance(state_server(Settings(redis_user="ballast")), StateServer)
 
 
-def test_a_worker_s_certificate_is_good_for_its_own_id_and_its_copies() -> None:
+def test_a_workers_certificate_is_valid_for_its_own_id_and_its_copies() -> None:
     try:
         for name, good in (("worker/w-7", ["w-7", "w-7.0"]), ("worker/*", ["w-7", "w-8"]), ("", ["w-7", "x"])):
             set_caller(Caller(name, operates=False))

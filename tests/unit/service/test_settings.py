@@ -30,7 +30,7 @@ def load(*argv: str, **environ: str) -> Example:
     return load_settings(Example, argv, environ)
 
 
-def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tmp_path: Path) -> None:
+def test_flags_override_environment_file_and_defaults_in_this_order(tmp_path: Path) -> None:
     file = tmp_path / "ballast.yaml"
     file.write_text("worker: {port: 2, name: file, max_request_count: 20}\nplanner: {}\n")
     assert load() == Example()
@@ -102,7 +102,7 @@ def test_every_setting_is_a_flag_with_help(settings: type[Settings], capsys: pyt
         assert field.description.split()[0] in shown, path
 
 
-def test_settings_for_developers_are_given_apart(tmp_path: Path) -> None:
+def test_settings_for_developers_are_given_in_one_mapping(tmp_path: Path) -> None:
     file = tmp_path / "ballast.yaml"
     file.write_text("dispatcher: {dev: {growth_tokens: 5, replay_limit: 7}}")
     environ = {"BALLAST_CONFIG": str(file), "BALLAST_DISPATCHER__DEV": "{growth_tokens: 6}"}
@@ -133,25 +133,25 @@ def test_wrong_settings_for_developers_are_named(environ: dict[str, str], why: s
 
 
 @pytest.mark.parametrize("settings", [DispatcherSettings, WorkerSettings])
-def test_older_and_shorter_flags_still_mean_the_same(settings: type[Settings]) -> None:
+def test_older_and_shorter_flags_still_work(settings: type[Settings]) -> None:
     for full, short in settings.short_flags.items():
         assert read_flags(settings, [f"--{full}", "7"]) == read_flags(settings, [f"--{short}", "7"])
 
 
-def test_an_unknown_flag_is_asked_wrongly() -> None:
+def test_an_unknown_flag_is_a_usage_error() -> None:
     with pytest.raises(SystemExit) as ended:
         load("--prot", "2")
     assert ended.value.code == 2
 
 
 @pytest.mark.parametrize("settings", [MonitorSettings, PlannerSettings])
-def test_replicas_that_are_not_named_can_be_told_apart(settings: type[Settings]) -> None:
+def test_replicas_without_names_can_be_distinguished(settings: type[Settings]) -> None:
     assert len({getattr(build(settings, {}), f"{settings.service}_id") for _ in range(2)}) == 2
 
 
 # Addresses and names of services, and settings that all replicas share.
 _OF_REPLICAS = {"port", "monitor_id", "planner_id", "monitor_address", "leadership_ttl_s", "shutdown_timeout_s"}
-_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # of other systems
+_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # addresses and secrets of other systems
 _NO_POLICY = {*_OF_REPLICAS, *_TOLD, *ServiceSettings.model_fields}
 
 
@@ -170,7 +170,7 @@ def test_settings_that_decide_on_drops_are_explained() -> None:
     ("settings", "gone"),
     [(MonitorSettings, "pressure"), (MonitorSettings, "tick_interval_s"), (PlannerSettings, "compare")],
 )
-def test_a_setting_that_is_gone_is_named(settings: type[Settings], gone: str, tmp_path: Path) -> None:
+def test_a_removed_setting_is_named(settings: type[Settings], gone: str, tmp_path: Path) -> None:
     service = settings.service
     with pytest.raises(ConfigError, match=rf"{service}\.{gone}: unknown setting"):
         load_settings(settings, [], {f"BALLAST_{service.upper()}__{gone.upper()}": "1"})

@@ -34,11 +34,11 @@ def tell(story: Story) -> None:
     asyncio.run(run())
 
 
-async def test_a_state_server_is_reached_over_tls_and_its_certificate_is_looked_at(tmp_path: Path) -> None:
+async def test_a_state_server_is_reached_over_tls_and_its_certificate_is_verified(tmp_path: Path) -> None:
     """The tests' Valkey has no TLS, so a proxy in front of it terminates TLS, as many clouds do."""
     for name in ("ours", "theirs"):
         make_certificates(tmp_path / name, days=1, hosts=["127.0.0.1"], workers=[])
-    keys = tmp_path / "ours" / "dispatcher"  # its certificate names the host
+    keys = tmp_path / "ours" / "dispatcher"  # the proxy's certificate, which names the host
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / CERTIFICATE, keys / KEY)
 
@@ -78,7 +78,7 @@ def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
     tell(story)
 
 
-def test_a_lease_is_made_anew_above_a_token_that_others_have_seen() -> None:
+def test_a_new_lease_has_a_token_above_those_that_others_have_seen() -> None:
     """The state server acts as if it had restarted empty and with an earlier clock."""
 
     async def story(server: PrivateStateServer, state: StateServer) -> None:
@@ -116,7 +116,7 @@ def test_a_leader_that_is_refused_for_its_token_gets_a_higher_one() -> None:
     tell(story)
 
 
-def test_numbers_grow_over_the_loss_of_the_state_server() -> None:
+def test_incarnations_and_tokens_grow_over_the_loss_of_the_state_server() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         before = [await state.next_incarnation("worker", "w1") for _ in range(3)]
         token = await state.acquire_lease("x", "a", 10.0, "host:1")
@@ -168,7 +168,7 @@ def test_startup_retries_while_the_state_server_accepts_no_writes() -> None:
     tell(story)
 
 
-def test_more_operations_at_once_than_connections_wait_for_their_turn() -> None:
+def test_operations_beyond_the_number_of_connections_wait() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         numbers = await asyncio.gather(*(state.next_incarnation("worker", "w1") for _ in range(100)))
         assert len(set(numbers)) == 100
@@ -181,7 +181,7 @@ def test_a_bad_url_is_a_configuration_error() -> None:
         StateServer("http://nowhere")
 
 
-def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
+def test_leadership_is_acquired_survives_an_outage_and_is_handed_over() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         told: dict[str, list[int | None]] = {"a": [], "b": []}
         candidates = {
@@ -198,7 +198,7 @@ def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
 
         server.stop()
         await asyncio.sleep(0.5)
-        assert len(told["a"]) == 1, "it keeps the lead, as nobody else can be elected meanwhile"
+        assert len(told["a"]) == 1, "it keeps the lead, since no other process can be elected meanwhile"
 
         server.restart()
         await soon(lambda: any(len(told[name]) > 1 for name in told))
@@ -216,7 +216,7 @@ def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
         await soon(lambda: candidates[other].token is not None)
         await soon(lambda: follower.current == f"host-{other}:1")
         tokens = [token for token in (*told["a"], *told["b"]) if token is not None]
-        assert len(tokens) == len(set(tokens)), "each term has a token of its own"
+        assert len(tokens) == len(set(tokens)), "each term has its own token"
         for task in (*tasks.values(), following):
             task.cancel()
         await asyncio.wait((*tasks.values(), following))
@@ -224,7 +224,7 @@ def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
     tell(story)
 
 
-def test_a_leader_that_answers_is_looked_up_less_often_and_still_found_out() -> None:
+def test_a_leader_that_answers_is_looked_up_less_often_but_its_replacement_is_noticed() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         assert await state.acquire_lease("x", "a", 60.0, "a:1")
         follower = LeaderAddress(state, "x", None, interval_s=0.01)
@@ -288,7 +288,7 @@ async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> 
     await state.close()
 
 
-def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
+def test_cut_connections_raise_only_unavailable() -> None:
     """uvloop, which services use, raises an error of its own for a write to a connection that was just reset."""
 
     async def story() -> None:
@@ -348,7 +348,7 @@ def test_a_lease_without_expiry_has_no_holder() -> None:
     tell(story)
 
 
-def test_an_address_that_is_none_is_not_followed() -> None:
+def test_an_invalid_address_is_not_used() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         leader = LeaderAddress(state, "x", None, interval_s=0.01)
         following = asyncio.create_task(leader.follow())

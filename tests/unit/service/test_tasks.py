@@ -25,7 +25,7 @@ def test_requested_work_is_done_before_the_group_ends() -> None:
     assert sorted(done) == [1, 2]
 
 
-def test_nothing_is_begun_once_it_has_ended_and_nothing_is_left() -> None:
+def test_an_ended_group_starts_no_task_and_leaves_none() -> None:
     begun: list[bool] = []
 
     async def late() -> None:
@@ -74,7 +74,7 @@ def failures(task: str) -> float:
 @pytest.mark.parametrize(
     "error", [RuntimeError("unable to perform operation on <TCPTransport closed=True>"), KeyError("x"), OSError("gone")]
 )
-def test_a_loop_that_fails_begins_anew_and_is_counted(error: Exception) -> None:
+def test_a_loop_that_fails_is_restarted_and_counted(error: Exception) -> None:
     begun: list[float] = []
 
     async def fails_twice() -> None:
@@ -121,7 +121,7 @@ def test_a_cancelled_call_does_not_end_its_waiting_task() -> None:
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("error", [InvariantViolation("blocks do not add up"), ConfigError("port", "taken")])
-def test_errors_that_may_end_a_service_end_it(error: Exception, is_grouped: bool) -> None:
+def test_fatal_errors_end_a_service(error: Exception, is_grouped: bool) -> None:
     async def broken() -> None:
         if is_grouped:
             raise ExceptionGroup("inner", [KeyError("beside it"), error])

@@ -34,7 +34,7 @@ def test_a_token_is_printed_once_and_stored_as_a_hash(tmp_path: Path, capsys: py
     assert capsys.readouterr().out == "alice  infer\nbob  operate\n"
 
 
-def test_a_name_has_one_token_and_can_lose_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_has_one_token_that_can_be_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tokens"
     token = add(file, "alice", "infer", capsys)
     assert main(["tokens", "add", "--file", str(file), "alice"]) == 2
@@ -49,14 +49,14 @@ def test_a_name_has_one_token_and_can_lose_it(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     "line", ["alice", "alice infer sha256:12", f"alice king sha256:{'a' * 64}", f"alice infer {'a' * 64}"]
 )
-def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
+def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"# ours\n\n{line}\n")
     with pytest.raises(ConfigError, match=r"tokens:3: must be NAME ROLE"):
         read_tokens(file)
 
 
-def test_the_cluster_s_own_token_is_good_beside_the_file(tmp_path: Path) -> None:
+def test_the_clusters_own_token_is_valid_in_addition_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("")
     own = cluster_token(b"x" * 32)
     found = TokenBook(tmp_path / "tokens", own).find(own)
@@ -84,7 +84,7 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(tmp
     following.cancel()
 
 
-def test_a_token_may_be_of_some_classes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_may_be_limited_to_some_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tokens"
     assert main(["tokens", "add", "--file", str(file), "--classes", "default,batch", "nightly"]) == 0
     token = capsys.readouterr().out.strip()

@@ -27,7 +27,7 @@ def test_the_rate_is_that_of_the_scenario_inside_and_outside_of_bursts() -> None
     assert rate_per_s(instants_s, 90.0, 200.0) == pytest.approx(20.0, rel=0.15)
 
 
-def test_arrivals_come_in_phases() -> None:
+def test_arrivals_follow_phases() -> None:
     spec = Arrivals.model_validate({"span_s": 60, "rate_per_s": 20, "on_s": 10, "off_s": 5})
     instants_s = [r.arrival_s for r in generated(spec, None, 3).requests]
     assert all(at_s % 15 < 10 for at_s in instants_s)
@@ -35,7 +35,7 @@ def test_arrivals_come_in_phases() -> None:
         assert rate_per_s(instants_s, begin_s, begin_s + 10) == pytest.approx(20.0, rel=0.3)
 
 
-def test_a_seed_gives_one_trace() -> None:
+def test_a_seed_determines_the_trace() -> None:
     assert generated(SPEC, None, 1) == generated(SPEC, None, 1)
     assert generated(SPEC, None, 1).requests != generated(SPEC, None, 2).requests
 

@@ -44,7 +44,7 @@ ACTS: dict[str, Callable[[World], None]] = {
 
 
 @pytest.mark.parametrize("mutant", ACTS)
-def test_workers_that_are_well_serve_on(mutant: str) -> None:
+def test_healthy_workers_continue_to_serve(mutant: str) -> None:
     world = watched(ACTS[mutant])
     stored = world.state.stored
     assert stored is not None
@@ -53,7 +53,7 @@ def test_workers_that_are_well_serve_on(mutant: str) -> None:
 
 
 @pytest.mark.parametrize("mutant", ACTS)
-def test_a_fault_that_is_put_back_is_seen(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reintroduced_bug_is_detected(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((Suspects, "gone"), (DispatcherNode, "_connect_again")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that the patches are undone
     for patch in MUTANTS[mutant]:

@@ -99,8 +99,8 @@ def _roofline(model: str, gpu: Gpu, ranks: int) -> SimRoofline:
 
 @pytest.mark.parametrize("row", _LAYERS_MS.split("\n")[1:-1])
 def test_a_layer_takes_the_measured_time(row: str) -> None:
-    """The tolerance is 16 %, or 20 % where eight GPUs share a layer. Our all-reduces are excluded, since the table has
-    none.
+    """The tolerance is 16 %, or 20 % where eight GPUs share a layer. Our all-reduces are excluded, since the table does
+    not include any.
     """
     name, model, ranks, *measured_ms = row.split()
     gpu, rank_count = find_gpu(name, "test"), int(ranks)

@@ -95,7 +95,7 @@ def test_experts_are_read_as_far_as_they_are_used() -> None:
 
 
 def test_the_fitted_model_meets_the_machine_within_a_third() -> None:
-    """Linear terms cannot express the maximum of two times; for balancing stages this is close enough."""
+    """Linear terms cannot express the maximum of two times, but they are accurate enough for balancing stages."""
     machine = roofline("Qwen2.5-14B", "8xA800")
     cost = fitted(machine, 48)
     for shares in ([(0, 1024)], [(3000, 2048)], [(2000, 1)] * 64, [(1000, 400), *[(2000, 1)] * 32]):
@@ -104,7 +104,7 @@ def test_the_fitted_model_meets_the_machine_within_a_third() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-14b", "Qwen-2.5-14B", "QWEN2.5 14B", "14b"])
-def test_models_are_found_however_they_are_spelt(name: str) -> None:
+def test_model_names_may_be_spelt_in_several_ways(name: str) -> None:
     assert find_model(name).name == "Qwen2.5-14B"
 
 

@@ -20,7 +20,7 @@ def test_events_happen_in_order_of_time_then_of_scheduling() -> None:
     assert (clock.now_s, clock.event_count) == (2.0, 3)
 
 
-def test_the_past_is_closed() -> None:
+def test_scheduling_in_the_past_is_refused() -> None:
     clock = Clock()
     clock.at(1.0, b"x", lambda: None)
     clock.step()
@@ -28,7 +28,7 @@ def test_the_past_is_closed() -> None:
         clock.at(0.5, b"late", lambda: None)
 
 
-def test_the_hash_tells_instants_and_labels_apart() -> None:
+def test_the_hash_distinguishes_instants_and_labels() -> None:
     def run(*events: tuple[float, bytes]) -> str:
         clock = Clock()
         for at_s, label in events:
@@ -42,7 +42,7 @@ def test_the_hash_tells_instants_and_labels_apart() -> None:
     assert len({same, run((1.0, b"b"), (2.0, b"a")), run((1.0, b"a"), (2.0000001, b"b")), run((1.0, b"a"))}) == 4
 
 
-def test_every_begins_when_told_and_goes_on() -> None:
+def test_every_starts_at_the_given_time_and_repeats() -> None:
     clock, seen = Clock(), list[float]()
     clock.every(0.5, b"tick", lambda: seen.append(clock.now_s), first_s=0.25)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A burst on a cluster that has served no request before, as a newcomer would send it."""
+"""A burst on a cluster that has served no request before, as a new user would send it."""
 
 from benchmarks.first_block import run as first_block
 from sim.hardware import find_cluster, find_model
@@ -30,14 +30,14 @@ def p99_ttft_s(run: SimRun) -> float:
     return waits[int(0.99 * len(waits))]
 
 
-def test_parameters_are_dropped_in_it_although_no_answer_has_ended_yet() -> None:
+def test_parameters_are_dropped_although_no_answer_has_ended_yet() -> None:
     ours, plain = run("drop"), run("recompute")
     assert [record.journal.kind.value for record in ours.transitions][:1] == ["drop"]
     assert p99_ttft_s(ours) < p99_ttft_s(plain) / 4
     assert p99_ttft_s(ours) < 3.0
 
 
-def test_travelling_kv_waits_for_no_long_prompts_and_not_until_a_pipeline_is_full() -> None:
+def test_kv_in_transit_waits_neither_for_long_prompts_nor_for_a_full_pipeline() -> None:
     delays = first_block(0, "Qwen2.5-14B", "2xA100-40G", 640)
     assert delays is not None
     assert delays.in_use - delays.taken_up < 80.0, "with whole batches of prompts it was 183 ms"

@@ -16,14 +16,14 @@ def outcome(placement: str, seconds: float = 150.0) -> FleetOutcome:
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_every_way_serves_all_on_instances_that_it_fills(placement: str) -> None:
+def test_every_placement_serves_all_requests_on_well_filled_instances(placement: str) -> None:
     found = outcome(placement, 60.0)
     assert 1 < found.mean_nodes <= found.most_nodes
     assert 0.2 < found.used <= 1.0
     assert found.ttft_p99_s < 5.0
 
 
-def test_lean_needs_no_more_than_others_and_computes_little_anew() -> None:
+def test_lean_needs_no_more_instances_than_others_and_recomputes_little() -> None:
     lean, best, worst, balance = (outcome(name) for name in ("lean", "best-fit", "worst-fit", "balance"))
     assert lean.mean_nodes <= 1.03 * min(best.mean_nodes, worst.mean_nodes, balance.mean_nodes)
     assert lean.recomputed_count < worst.recomputed_count < best.recomputed_count

@@ -28,7 +28,7 @@ def test_a_memory_matches_its_geometry_and_takes_time_to_change() -> None:
     memory.check()
 
 
-def test_a_model_that_does_not_fit_is_told_with_its_size() -> None:
+def test_a_model_that_does_not_fit_is_reported_with_its_size() -> None:
     with pytest.raises(ConfigError, match=r"22\.4 GiB for the model, whose parameters take 24\.2 GiB"):
         Geometry.choose(
             budget_bytes=24 * 10**9,

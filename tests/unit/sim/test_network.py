@@ -57,7 +57,7 @@ def test_within_a_host_directions_do_not_share_and_the_card_is_not_touched() -> 
     assert net.run() == {"cd": pytest.approx(1.5), "dc": pytest.approx(1.5), "ca": pytest.approx(10.5)}
 
 
-def test_kv_goes_before_parameters_that_were_begun() -> None:
+def test_kv_precedes_parameters_in_progress() -> None:
     net = Net()
     net.transfer("a", "b", 1000, Bulk.PARAMETERS, "layer")
     net.clock.at(4.0, b"kv", lambda: net.transfer("a", "b", 300, Bulk.KV, "kv"))
@@ -65,7 +65,7 @@ def test_kv_goes_before_parameters_that_were_begun() -> None:
     assert net.network.bulk_bytes == {Bulk.KV: 300, Bulk.PARAMETERS: 1000}
 
 
-def test_transfers_of_a_pair_go_one_after_the_other() -> None:
+def test_transfers_of_a_pair_run_one_after_the_other() -> None:
     net = Net()
     net.transfer("a", "b", 100, name="first")
     net.transfer("a", "b", 100, name="second")

@@ -12,7 +12,7 @@ SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.skipif(not SWITCH.exists() or "[never]" in SWITCH.read_text(), reason="there are no huge pages here")
-def test_huge_pages_are_asked_for_where_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_pages_are_requested_where_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_LEAST_BYTES", 1)
     gc.collect()  # garbage of earlier tests would otherwise be freed meanwhile
     huge = HugePages()
@@ -28,7 +28,7 @@ def test_huge_pages_are_asked_for_where_memory_has_grown(monkeypatch: pytest.Mon
     assert first.count(b"1") == second.count(b"2") == 160 << 20
 
 
-def test_a_small_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_process_requests_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_LEAST_BYTES", 1 << 50)
     huge = HugePages()
     huge.look()

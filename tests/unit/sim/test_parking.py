@@ -81,7 +81,7 @@ def test_a_leave_is_undone_at_once() -> None:
     assert not world.instances[WorkerId("w1")].member.parks.parked
 
 
-def test_the_last_one_that_serves_stays() -> None:
+def test_the_last_serving_instance_stays() -> None:
     world = parking_world([])
     for number in range(3):
         at(world, 1.0 + number, number, away=True)
@@ -91,7 +91,7 @@ def test_the_last_one_that_serves_stays() -> None:
 
 @pytest.mark.parametrize("crashed", [0, 1])
 def test_an_instance_may_crash_while_it_parks_or_wakes(crashed: int) -> None:
-    """After a restart it serves, whatever it was doing before."""
+    """After a restart the instance serves, whatever it was doing before."""
     world = parking_world(burst())
     at(world, 5.0, crashed, away=True)
     at(world, 5.0 + 8.0 * crashed, crashed, away=False)

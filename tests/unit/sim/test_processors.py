@@ -24,11 +24,11 @@ def test_two_engines_share_processors_with_the_services() -> None:
     assert processors.slowdown(_ONE, 0.0, 0.010, 4) == 1.0  # it runs alone
     # Wanted: 1 + 0.4 (2 ms + 2 x 1 ms in 10 ms), 1 + 0.6, and 0.1 in the background. Available: 2.
     assert processors.slowdown(_OTHER, 0.005, 0.010, 2) == pytest.approx(1.2 * 3.1 / 2)
-    # The first engine's step has ended at 10 ms, and this one goes on until 23.6 ms.
+    # The first engine's step has ended at 10 ms, and this one lasts until 23.6 ms.
     assert processors.slowdown(_ONE, 0.030, 0.010, 4) == 1.0
 
 
-def test_a_stage_that_gives_no_tokens_passes_something_on_too() -> None:
+def test_a_stage_without_sampled_tokens_has_message_costs_too() -> None:
     processors = Processors(Contention(processors=1, step_s=0.010, token_s=0.005))
     assert processors.slowdown(_ONE, 0.0, 0.010, 0) == pytest.approx(2.0)
     assert processors.slowdown(_ONE, 0.020, 0.010, 1) == pytest.approx(2.5)

@@ -27,7 +27,7 @@ def test_scenarios_name_existing_things(path: Path) -> None:
     assert scenario.lengths is None or lengths_of(scenario.lengths)
 
 
-def test_there_are_some() -> None:
+def test_there_are_scenarios() -> None:
     assert len(FILES) >= 5
 
 
@@ -48,7 +48,7 @@ def test_invalid_values_are_reported_with_their_field(tmp_path: Path, content: s
         read_scenario(path)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_scenario(tmp_path / "none.yaml")
 

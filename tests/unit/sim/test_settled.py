@@ -45,14 +45,14 @@ def test_a_simulation_settles_where_the_closed_form_says() -> None:
     )
 
 
-def test_demand_grows_faster_than_the_rate_until_there_is_no_end_to_it() -> None:
+def test_demand_grows_faster_than_the_rate_and_finally_without_bound() -> None:
     demands = [settled(MODEL, CLUSTER, timings(), load(rate)).demand for rate in (0.5, 1.0, 2.0)]
     assert demands[1] > 2 * demands[0]
     assert demands[2] > 2 * demands[1]
     assert math.isinf(settled(MODEL, CLUSTER, timings(), load(4.9, 800, 1000)).demand)
 
 
-def test_a_simulated_burst_wants_as_much_as_the_closed_form_says() -> None:
+def test_a_simulated_burst_needs_as_much_memory_as_the_closed_form_says() -> None:
     """The tolerance is a third: the trace's answers all have the same length, but in the closed form they end at a
     constant rate.
     """
@@ -67,7 +67,7 @@ def test_a_simulated_burst_wants_as_much_as_the_closed_form_says() -> None:
 
 
 @pytest.mark.parametrize(("share", "carried"), [(0.2, 1.02), (0.4, 1.11), (0.6, 1.35), (0.8, 2.14)])
-def test_pairs_carry_more_the_larger_the_parameters(share: float, carried: float) -> None:
+def test_pairs_sustain_more_load_the_larger_the_parameters(share: float, carried: float) -> None:
     assert carried_by_pairs(share) == pytest.approx(carried, abs=0.005)
 
 
@@ -80,7 +80,7 @@ def test_the_share_of_prompts_is_of_the_densest_half_minute() -> None:
     assert prompt_share(MODEL, CLUSTER, timings(), Trace(source="", format="generated", requests=())) == 0.0
 
 
-def test_reading_is_short_where_long_contexts_come_faster_than_they_end() -> None:
+def test_memory_bandwidth_is_short_where_long_contexts_arrive_faster_than_they_end() -> None:
     machine = find_cluster("2xH200")
     assert not reading_is_short(MODEL, machine, timings(), steady(1.0, 200.0))
     assert reading_is_short(MODEL, machine, timings(), steady(1.5, 400.0, 2000, 4000))

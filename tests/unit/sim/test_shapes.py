@@ -88,7 +88,7 @@ SAME = (
         ("Mixtral-8x7B", MIXTRAL),
     ],
 )
-def test_counted_from_its_config_a_model_of_the_catalogue_is_the_same(name: str, config: dict[str, object]) -> None:
+def test_a_catalogue_models_size_equals_that_counted_from_its_config(name: str, config: dict[str, object]) -> None:
     counted, known = spec_of_config(name, config, find_gpu("A800", "gpu")), find_model(name)
     assert {field: getattr(counted, field) for field in SAME} == {field: getattr(known, field) for field in SAME}
     # Parameters outside layers: embedding and head; the config's count also includes the last norm.

@@ -59,7 +59,7 @@ def test_the_answer_is_that_of_an_exhaustive_search(seed: int) -> None:
 @pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["recompute", "drop"])
 @pytest.mark.parametrize("seed", range(4))
-def test_more_gpus_never_answer_worse(policy: str, seed: int) -> None:
+def test_more_gpus_never_give_worse_results(policy: str, seed: int) -> None:
     """Tolerates one request in a hundred, because results vary by chance. Answers of a thousand tokens may be judged
     before they end.
     """
@@ -229,7 +229,7 @@ def test_usage_errors_are_reported(
     assert told in capsys.readouterr().err
 
 
-def test_a_trace_without_requests_is_told() -> None:
+def test_a_trace_without_requests_is_reported() -> None:
     job = replace(burst(), trace=Trace(source="test", format="generated", requests=()))
     with pytest.raises(ConfigError, match="has no request"):
         size(job, GOAL, 8)
@@ -241,7 +241,7 @@ def talkative(progress: Progress) -> Column:
     return Column("p", None, ())
 
 
-def test_reports_that_nobody_reads_do_not_hold_up_the_end() -> None:
+def test_unread_reports_do_not_delay_the_end() -> None:
     def slow(*_: object) -> None:
         time.sleep(0.05)
 
@@ -249,7 +249,7 @@ def test_reports_that_nobody_reads_do_not_hold_up_the_end() -> None:
 
 
 @pytest.mark.parametrize("knob", ["max-num-seqs=inf", "max-num-seqs=0", "block-size=-3", "max-num-batched-tokens=2.5"])
-def test_a_knob_that_is_no_count_is_named(knob: str) -> None:
+def test_a_knob_that_is_not_a_count_is_named(knob: str) -> None:
     with pytest.raises(ConfigError, match=f"{knob}: must be a whole number"):
         attempt(replace(burst(), policies=[f"recompute:{knob}"]), GOAL)
 

@@ -14,10 +14,10 @@ from tests.support.simulated import options
 
 
 @pytest.mark.rotating
-def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
-    """Stages with different block counts exchange KV exactly, and together have more room than alone."""
+def test_a_drop_of_unlike_gpus_keeps_all_kv_correct() -> None:
+    """Stages with different block counts exchange KV exactly, and have more room together than alone."""
     wanted = options(cluster="1xA100-40G+1xH100-80G", check_every=5000)
-    # Otherwise requests would migrate to the large GPU, and fit there.
+    # If nearly full instances sent requests away, they would migrate to the large GPU and fit there.
     rules = replace(wanted.rules, migrations=replace(wanted.rules.migrations, relieves=False))
     wanted = replace(wanted, model=find_model("Qwen2.5-14B"), marks=True, rules=rules)
     arrivals = [Arrival(0.3 * i, 600, 2200 + i) for i in range(160)]

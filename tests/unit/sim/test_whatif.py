@@ -44,7 +44,7 @@ def test_a_slower_network_makes_a_drop_slower_and_no_other_policy() -> None:
     assert drop[0] > drop[1]
 
 
-def test_one_run_serves_for_every_slo() -> None:
+def test_one_run_is_judged_by_every_slo() -> None:
     points = sweep(SCENARIO.model_copy(update={"policies": ("recompute",)}), "slo", (0.5, 5.0, 500.0), None)
     shares = [point.met_share or 0.0 for point in points]
     assert shares == sorted(shares)
@@ -63,12 +63,12 @@ def test_one_run_serves_for_every_slo() -> None:
         ("rate", "NAME=VALUE"),
     ],
 )
-def test_a_sweep_that_makes_no_sense_is_told(text: str, told: str) -> None:
+def test_an_invalid_sweep_is_refused(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         parse_sweep(text)
 
 
-def test_a_goal_for_further_tokens_wants_one_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tpot_goal_requires_a_ttft_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n0.0,100,5\n0.5,200,5\n")
     flags = ["sim", "--trace", str(trace), "--model", "llama-2-7b", "--cluster", "1xA800"]

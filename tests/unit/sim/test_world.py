@@ -50,7 +50,7 @@ def test_every_request_ends_once_with_all_its_tokens(runs: dict[str, SimRun]) ->
             assert record.end_s == pytest.approx(record.token_times_s[-1])
 
 
-def test_a_burst_drops_parameters_and_their_return_is_awaited(runs: dict[str, SimRun]) -> None:
+def test_a_burst_drops_parameters_and_the_run_waits_for_their_restore(runs: dict[str, SimRun]) -> None:
     done = [(str(r.journal.kind), str(r.journal.stage)) for r in runs["drop"].transitions]
     assert done[0] == ("drop", "done")
     assert ("restore", "done") in done
@@ -63,7 +63,7 @@ def test_a_burst_drops_parameters_and_their_return_is_awaited(runs: dict[str, Si
     assert capacities[-1] == capacities[0]
 
 
-def test_dropping_serves_the_burst_sooner(runs: dict[str, SimRun]) -> None:
+def test_dropping_serves_the_burst_earlier(runs: dict[str, SimRun]) -> None:
     assert runs["recompute"].transitions == []
     assert any(isinstance(signal, Overload) for _, signal in runs["recompute"].signals)
     assert p99_ttft_s(runs["drop"]) < 0.6 * p99_ttft_s(runs["recompute"])
@@ -102,11 +102,12 @@ def test_checking_changes_nothing_and_a_seed_does(runs: dict[str, SimRun]) -> No
 @pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["drop", "recompute", "migrate", "static-pipeline"])
 @pytest.mark.parametrize("stop_after_s", [None, 5.0])
-def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: float | None) -> None:
+def test_steps_simulated_together_give_the_same_run(policy: str, stop_after_s: float | None) -> None:
     made = replace(options(policy, check_every=0), stop_after_s=stop_after_s)
     worlds = [World(replace(made, fast_forwards=fast_forwards), burst()) for fast_forwards in (True, False)]
     together, one_by_one = (world.run() for world in worlds)
-    # A dispatcher learns of steps taken together when they are over, so its counts in between may be lower.
+    # A dispatcher learns of steps that are simulated together only when they are over, so its counts in between may be
+    # lower.
     assert replace(together, predicted=[]) == replace(one_by_one, predicted=[])
     decisions = [[(one.at_s, one.decision, one.predicted) for one in run.predicted] for run in (together, one_by_one)]
     assert decisions[0] == decisions[1]
@@ -116,7 +117,7 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
     assert loads[0] == loads[1]
 
 
-def test_most_tokens_come_by_steps_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_tokens_result_from_steps_simulated_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds with production rules. Without it, simulations would take three times as long, and no other test would
     notice.
     """
@@ -134,7 +135,7 @@ def test_most_tokens_come_by_steps_taken_together(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("host_bytes", [0, 64 << 30])
-def test_with_common_prefixes_too_most_tokens_come_by_steps_taken_together(host_bytes: int) -> None:
+def test_with_common_prefixes_too_most_steps_are_simulated_together(host_bytes: int) -> None:
     arrivals = [
         arrival._replace(hash_ids=(place % 25, 100 + place % 25, 1000 + place), hash_tokens=512)
         for place, arrival in enumerate(burst(burst_per_s=12.0))
@@ -153,7 +154,7 @@ def test_with_common_prefixes_too_most_tokens_come_by_steps_taken_together(host_
     assert bool(host_bytes) == any(load.prefix_host_hits_total for load in loads[0])
 
 
-def test_steps_are_taken_together_where_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_decisions_are_simulated_together(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     plain = WorkerCore.take_plain_steps
 
@@ -167,7 +168,7 @@ def test_steps_are_taken_together_where_nothing_is_decided(monkeypatch: pytest.M
     assert sum(counts) > 0.9 * run.step_count
 
 
-def test_the_collector_is_on_again_after_a_run() -> None:
+def test_the_garbage_collector_is_enabled_again_after_a_run() -> None:
     assert gc.isenabled()
     world(arrivals=[Arrival(0.0, 10, 2)]).run()
     assert gc.isenabled()
@@ -192,7 +193,7 @@ def test_a_token_out_of_place_is_noticed() -> None:
         clients.check(set())
 
 
-def test_too_few_gpus_and_too_small_ones_are_told() -> None:
+def test_too_few_and_too_small_gpus_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"one instance of Qwen2\.5-72B takes 4"):
         World(replace(options(), model=find_model("Qwen2.5-72B")), [])
     with pytest.raises(ConfigError, match="no room for a KV cache"):
@@ -200,7 +201,7 @@ def test_too_few_gpus_and_too_small_ones_are_told() -> None:
 
 
 def test_no_float_that_decides_is_added_by_a_rule_that_python_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since Python 3.12 `sum` compensates for rounding, and a difference of one bit changes the run."""
+    """Since Python 3.12, `sum` compensates for rounding, and a difference of one bit changes the run."""
     plain, files = sum, set[str]()
 
     def watched(items: Iterable[float], /, start: float = 0) -> float:
@@ -215,7 +216,7 @@ def test_no_float_that_decides_is_added_by_a_rule_that_python_has_changed(monkey
     assert files == set()
 
 
-def test_requests_move_to_instances_with_more_room_and_fewer_are_computed_anew() -> None:
+def test_requests_move_to_instances_with_more_room_and_fewer_are_recomputed() -> None:
     preempted = {"recompute": 0, "migrate": 0}
     for seed in (3, 5):
         rng = random.Random(seed)
@@ -230,8 +231,8 @@ def test_requests_move_to_instances_with_more_room_and_fewer_are_computed_anew()
     assert preempted["migrate"] < preempted["recompute"]
 
 
-def test_a_cruise_ends_where_no_block_is_left() -> None:
-    """Long answers outgrow the cache, so victims are chosen amid steps that otherwise decide nothing."""
+def test_a_fast_forward_ends_when_no_block_is_free() -> None:
+    """Long answers outgrow the cache, so victims are chosen amid steps that otherwise need no decision."""
     made = options("recompute", check_every=0)
     trace = [Arrival(0.01 * number, 500, 700) for number in range(40)]
     together, one_by_one = (
@@ -279,7 +280,7 @@ def test_under_overload_tokens_meet_their_target_and_requests_wait(policy: str, 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["drop", "recompute", "static-pipeline"])
-def test_without_a_target_all_is_as_with_one_that_is_always_met(policy: str) -> None:
+def test_no_target_equals_a_target_that_is_always_met(policy: str) -> None:
     assert production_rules(WorkerSize()).worker.tpot_target_s is None
     assert with_target(policy, None, burst()).trace_hash == with_target(policy, 100.0, burst()).trace_hash
 

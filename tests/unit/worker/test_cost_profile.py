@@ -71,7 +71,7 @@ def test_a_written_profile_reads_back(file: Path) -> None:
     assert profile.key == KEY
 
 
-def test_a_profile_of_something_else_is_refused_and_the_difference_named(file: Path) -> None:
+def test_a_profile_of_another_setup_is_refused_with_the_difference(file: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"layer_count is 4 there but 8 here; torch is 2\.13\.0 there but 9\.9 here"
     ) as caught:
@@ -128,7 +128,7 @@ def test_other_files_than_profiles_are_refused(tmp_path: Path, content: bytes) -
         read_profile(path)
 
 
-def test_a_missing_file_and_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_uncreatable_folder_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_profile(tmp_path / "missing.json")
     (tmp_path / "file").touch()

@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 
-def test_defects_that_a_gpu_would_show_at_once_are_seen_without_one() -> None:
+def test_defects_that_a_gpu_would_reveal_are_detected_without_one() -> None:
     command = [sys.executable, "-m", "tests.support.put_back"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ def reason(heard: Heard) -> FinishReason | None:
     return heard.ending.finish_reason
 
 
-async def test_outputs_come_complete_and_in_order(model: Path) -> None:
+async def test_outputs_arrive_complete_and_in_order(model: Path) -> None:
     async with running_shell(model, max_running_count=4) as shell:
         stream = await shell.open_stream()
         events = [submission(stream, n, prompt=range(5, 6 + n)) for n in range(1, 21)]
@@ -99,7 +99,7 @@ async def test_a_deadline_ends_a_running_and_a_waiting_request(model: Path) -> N
         assert held(shell.load()) == NOTHING_HELD
 
 
-async def test_a_closed_stream_takes_its_requests_along_and_no_others(model: Path) -> None:
+async def test_closing_a_stream_ends_its_requests_and_no_others(model: Path) -> None:
     async with running_shell(model, slow) as shell:
         gone, stays = await shell.open_stream(), await shell.open_stream()
         await shell.post(submission(gone, LONG))
@@ -134,7 +134,7 @@ async def test_a_reader_that_falls_too_far_behind_is_dropped(model: Path, monkey
             await lazy.next()
 
 
-async def test_an_idle_reader_gets_no_heap_of_load_reports(model: Path) -> None:
+async def test_load_reports_do_not_pile_up_for_an_idle_reader(model: Path) -> None:
     async with running_shell(model, slow) as shell:
         idle, busy = await shell.open_stream(), await shell.open_stream()
         event = submission(busy, 40)
@@ -199,8 +199,8 @@ def test_a_broken_invariant_of_the_engine_is_no_failed_step(model: Path) -> None
     assert caught.group_contains(InvariantViolation, match="a block belongs to two")
 
 
-def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
-    """Otherwise the worker would seem to be alive, and its caller would wait for it forever."""
+def test_a_shell_that_cannot_be_closed_reports_it(model: Path) -> None:
+    """If the failure were not reported, the worker would seem to be alive, and its caller would wait for it forever."""
 
     def break_down(step: int) -> None:
         raise InvariantViolation("a block belongs to two")
@@ -251,7 +251,7 @@ async def test_an_idle_worker_is_drained_at_once(model: Path) -> None:
         await asyncio.wait_for(shell.drained.wait(), 5.0)
 
 
-async def test_stopping_in_the_middle_of_work_leaves_nothing_behind(model: Path) -> None:
+async def test_stopping_during_work_leaves_nothing_behind(model: Path) -> None:
     async with running_shell(model, slow) as shell:
         stream = await shell.open_stream()
         for _ in range(12):
@@ -274,7 +274,7 @@ def test_cancelling_the_shell_waits_for_its_thread(model: Path) -> None:
     assert caught.group_contains(KeyError)
 
 
-def test_a_step_that_hangs_does_not_keep_the_worker_from_ending(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_step_does_not_prevent_the_worker_from_ending(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell_module, "_LAST_STEP_S", 0.2)
 
     async def story() -> None:
@@ -288,7 +288,7 @@ def test_a_step_that_hangs_does_not_keep_the_worker_from_ending(model: Path, mon
     assert caught.group_contains(InvariantViolation, match=r"has not ended within 0\.2 s")
 
 
-async def test_a_hanging_step_shows_by_its_age(model: Path) -> None:
+async def test_the_load_report_shows_the_age_of_a_hanging_step(model: Path) -> None:
     gate = Gate()
     async with running_shell(model, gate) as shell:
         assert shell.load().step_age_s == 0.0
@@ -328,7 +328,7 @@ async def test_a_full_inbox_makes_callers_wait(model: Path) -> None:
         assert len(heard[event.key.handle].token_ids) == 3
 
 
-async def test_a_dispatcher_that_gives_up_on_a_full_inbox_leaves_no_stream(model: Path) -> None:
+async def test_a_dispatcher_that_stops_waiting_for_a_full_inbox_leaves_no_stream(model: Path) -> None:
     gate = Gate()
     async with running_shell(model, gate) as shell:
         stream = await shell.open_stream()
@@ -343,7 +343,7 @@ async def test_a_dispatcher_that_gives_up_on_a_full_inbox_leaves_no_stream(model
         assert shell.stream_count == 1
 
 
-async def test_the_report_says_which_requests_it_counts(model: Path) -> None:
+async def test_the_report_states_which_requests_it_counts(model: Path) -> None:
     """A request in its prefill has no tokens to report yet, but is part of the load."""
 
     async with running_shell(model, slow, max_batch_tokens=8) as shell:
@@ -388,7 +388,7 @@ async def test_a_report_of_an_idle_worker_follows_its_memory(model: Path) -> Non
         await until(lambda: not shell.load().memory.kv_bytes)
 
 
-async def test_nothing_is_kept_of_requests_that_have_ended(model: Path) -> None:
+async def test_ended_requests_leave_no_state(model: Path) -> None:
     async with running_shell(model, max_running_count=2) as shell:
         stream = await shell.open_stream()
         events = [submission(stream, 2) for _ in range(30)]

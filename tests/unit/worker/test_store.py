@@ -24,7 +24,7 @@ class Leases:
         assert self.holders.pop(name) == holder
 
 
-async def test_each_worker_gets_a_gpu_of_its_own_and_one_too_many_is_told() -> None:
+async def test_each_worker_gets_its_own_gpu_and_a_surplus_worker_is_refused() -> None:
     leases = Leases()
     async with contextlib.AsyncExitStack() as stack:
         claims = [claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId(f"w{i}")) for i in range(3)]
@@ -34,14 +34,14 @@ async def test_each_worker_gets_a_gpu_of_its_own_and_one_too_many_is_told() -> N
     assert leases.holders == {}
 
 
-async def test_a_worker_that_is_started_again_before_its_lease_ran_out_finds_its_gpu() -> None:
+async def test_a_worker_restarted_before_its_lease_expires_gets_its_gpu_again() -> None:
     leases = Leases()
     leases.holders = {"gpu:GPU-a": "w0", "gpu:GPU-b": "w1"}
     async with claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId("w1")) as device:
         assert device == "cuda:1"
 
 
-async def test_a_gpu_is_given_back_at_the_end_also_of_a_failed_load() -> None:
+async def test_a_gpu_is_released_at_the_end_and_after_a_failed_load() -> None:
     leases = Leases()
     leases.silent = 1
     with contextlib.suppress(RuntimeError):
@@ -77,7 +77,7 @@ async def test_an_instance_of_several_ranks_gets_a_gpu_for_each() -> None:
     ("wanted", "devices"),
     [("cpu", ("cpu", "cpu")), ("cuda", ("cuda:0", "cuda:1")), ("cuda:2", ("cuda:2", "cuda:3"))],
 )
-async def test_ranks_have_the_devices_from_a_named_one_on(wanted: str, devices: tuple[str, ...]) -> None:
+async def test_ranks_use_consecutive_devices_from_the_named_one(wanted: str, devices: tuple[str, ...]) -> None:
     async with claimed_devices(wanted, 2, list, Leases(), WorkerId("w0")) as given:
         assert given == devices
 

@@ -12,7 +12,7 @@ from services.worker.text import Detokenizer
 
 
 def byte_level() -> Tokenizer:
-    """One token per byte: every multi-byte character is split over tokens."""
+    """A tokenizer with one token per byte, so that every multi-byte character is split over tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -21,7 +21,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As in Llama 2: pieces with a word mark, and bytes as <0xNN>."""
+    """A tokenizer as in Llama 2: pieces with a word mark, and bytes as <0xNN>."""
     vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁hello": 256, "▁world": 257, "▁": 258, "!": 259}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token=None))
     tokenizer.decoder = decoders.Sequence(
@@ -36,7 +36,7 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[st
 
 
 @pytest.mark.parametrize("text", ["plain text, many words to pass the window " * 3, "naïve 中文 🙂🏳️‍🌈 ok", "🙂" * 20])
-def test_pieces_make_the_whole_text_and_no_piece_holds_half_a_character(text: str) -> None:
+def test_pieces_add_up_to_the_text_and_contain_only_whole_characters(text: str) -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode(text).ids
     pieces = streamed(tokenizer, [], ids)
@@ -49,14 +49,14 @@ def test_a_character_is_given_with_its_last_byte() -> None:
     assert streamed(tokenizer, [], tokenizer.encode("é🙂").ids) == ["", "é", "", "", "", "🙂"]
 
 
-def test_invalid_bytes_do_not_hold_the_text_back_for_ever() -> None:
+def test_invalid_bytes_do_not_hold_back_the_text_forever() -> None:
     tokenizer = byte_level()
     lead = tokenizer.encode("中").ids[0]  # a lead byte whose continuation bytes never follow
     pieces = streamed(tokenizer, [], [lead] * 50)
     assert "".join(pieces) == "\ufffd" * 47
 
 
-def test_random_bytes_decode_as_all_at_once() -> None:
+def test_random_bytes_decode_incrementally_as_at_once() -> None:
     tokenizer, rng = byte_level(), random.Random(5)
     for _ in range(200):
         ids = [rng.randrange(256) for _ in range(60)]
@@ -79,7 +79,7 @@ def test_byte_fallback_holds_every_incomplete_byte_back() -> None:
 
 
 def test_tokens_without_text_neither_change_the_text_nor_make_the_window_long() -> None:
-    """A model that continues after its end may generate thousands of special tokens, or of unused ids."""
+    """A model that continues after its end-of-sequence token may generate thousands of special tokens or unused ids."""
     tokenizer, rng = byte_fallback(), random.Random(5)
     tokenizer.add_special_tokens(["<eos>"])
     assert tokenizer.token_to_id("<eos>") == 260

@@ -170,8 +170,8 @@ class Kernels:
         gate_up: tuple[torch.Tensor, torch.Tensor | None],
         down: tuple[torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
-        """The weighted sum of each row's chosen experts: `GatedExperts` in src/abi.h. `gate_up` and `down`:
-        dense matrices of all experts, and biases.
+        """The weighted sum of each row's chosen experts; see `GatedExperts` in src/abi.h. `gate_up` and `down`: dense
+        matrices of all experts, and biases.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, hidden), each, (experts, _, inner) = x.shape, chosen.shape[1], down[0].shape
@@ -232,9 +232,8 @@ class Kernels:
 
     def pack(self, packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
         """Write rows [first_row, first_row + len(rows)) of a matrix to its packed form."""
-        self._functions["pack"](
-            _DTYPES[packed.dtype], packed.data_ptr(), first_row, rows.contiguous().data_ptr(), *rows.shape
-        )
+        rows = rows.contiguous()
+        self._functions["pack"](_DTYPES[packed.dtype], packed.data_ptr(), first_row, rows.data_ptr(), *rows.shape)
 
     def unpack(self, packed: torch.Tensor, rows: torch.Tensor, inputs: int) -> torch.Tensor:
         """The rows of a matrix selected by index (int64), as a fresh [rows, inputs] tensor."""

@@ -1,6 +1,9 @@
 """The backlog's order and counts, its drain rate, and the heap of deadlines."""
 
 import random
+import sys
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +21,7 @@ def tracked(serial: int, priority: PriorityClass = PriorityClass.DEFAULT, prompt
     return Tracked(request=wanted, serial=serial, arrived_at_s=0.0, queued_at_s=0.0)
 
 
-def test_order_is_class_then_serial_however_they_come_and_go() -> None:
+def test_order_is_class_then_serial_in_any_history() -> None:
     rng, backlog = random.Random(1), Backlog()
     entries = [tracked(serial, rng.choice(list(PriorityClass))) for serial in range(200)]
     rng.shuffle(entries)
@@ -42,7 +45,7 @@ def test_removing_an_absent_request_is_a_bug() -> None:
         backlog.remove(tracked(1))
 
 
-def test_a_newcomer_stands_behind_its_own_class_and_the_better_ones() -> None:
+def test_a_new_request_queues_behind_its_own_and_higher_classes() -> None:
     backlog = Backlog()
     for serial, priority in enumerate([PriorityClass.BATCH, PriorityClass.DEFAULT, PriorityClass.INTERACTIVE] * 2):
         backlog.add(tracked(serial, priority))
@@ -64,7 +67,7 @@ def test_requests_served_elsewhere_go_first_within_their_class(order: str, wante
     backlog.check()
 
 
-def test_the_drain_rate_is_right_when_steady_and_fades() -> None:
+def test_the_drain_rate_is_exact_when_steady_and_decays() -> None:
     rate = DrainRate()
     for index in range(1000):
         rate.count(index * 0.1)
@@ -72,7 +75,7 @@ def test_the_drain_rate_is_right_when_steady_and_fades() -> None:
     assert rate.per_s(150.0) < 0.1
 
 
-def test_deadlines_come_due_once_and_in_order() -> None:
+def test_deadlines_expire_once_and_in_order() -> None:
     deadlines = Deadlines()
     for serial, at_s in enumerate([5.0, 1.0, 3.0]):
         deadlines.add(at_s, serial, RequestId(f"r{serial}"))
@@ -82,7 +85,7 @@ def test_deadlines_come_due_once_and_in_order() -> None:
     assert deadlines.next_s() == 5.0
 
 
-def test_an_id_used_again_has_its_new_deadline_only() -> None:
+def test_a_reused_id_has_only_its_new_deadline() -> None:
     deadlines = Deadlines()
     deadlines.add(1.0, 1, RequestId("r"))
     deadlines.forget(RequestId("r"))
@@ -99,3 +102,27 @@ def test_ended_requests_do_not_pile_up_until_their_deadline() -> None:
             deadlines.forget(RequestId(f"r{serial}"))
     assert len(deadlines._heap) < 200
     assert len(deadlines.due(1e9)) == 10
+
+
+def test_callers_can_be_counted_while_they_come_and_go() -> None:
+    """Metrics are read in another thread."""
+    backlog, done, switch_s = Backlog(), threading.Event(), sys.getswitchinterval()
+    entries = [replace(tracked(serial), request=request("r", caller=f"caller {serial}")) for serial in range(300)]
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            for entry in entries:
+                backlog.add(entry)
+            for entry in entries:
+                backlog.remove(entry)
+
+    thread = threading.Thread(target=come_and_go)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert len(backlog.most_of(10)) <= 10
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(switch_s)

@@ -29,7 +29,7 @@ def test_a_request_is_placed_relayed_and_finished_once() -> None:
     assert story.core.endings == {"length": 1}
 
 
-def test_tokens_and_ending_in_one_message_come_in_order() -> None:
+def test_tokens_and_ending_in_one_message_are_delivered_in_order() -> None:
     story = Story("a")
     story.submit("r")
     ending = d.Ending(story.handle_of("r"), FinishReason.STOP, matched_stop="!")
@@ -37,7 +37,7 @@ def test_tokens_and_ending_in_one_message_come_in_order() -> None:
     assert [type(c) for c in answer.commands] == [d.Deliver, d.Finish]
 
 
-def test_a_worker_is_told_less_time_than_is_left() -> None:
+def test_a_worker_gets_less_time_than_remains() -> None:
     story = Story("a")
     story.now_s = 10.0
     [place] = story.submit("r", deadline_at_s=12.0).of(d.PlaceOnWorker)
@@ -144,14 +144,15 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.core.next_timer_s() == pytest.approx(2.0)
     story.now_s = 2.0
     assert story.handle(d.DispatcherTick(2.0)).places == [("large", "a")]
-    # Its waiting blocks now count as load of the worker, so nothing else overtakes it, and it cannot starve.
+    # The large request's waiting blocks now count as load of the worker, so no other request overtakes it, and it
+    # cannot starve.
     story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
     story.submit("next")
     story.submit("over")
     assert story.core.requests["over"].worker is None  # pyright: ignore[reportArgumentType]
 
 
-def test_patience_has_ended_when_its_timer_rings() -> None:
+def test_patience_has_ended_when_its_timer_fires() -> None:
     begin_s = 3.1
     assert (begin_s + 2.0) - begin_s < 2.0  # in virtual time, a timer that is due again at once would fire forever
     story = Story("a", placement=PlacementRules(large_patience_s=2.0))
@@ -170,7 +171,7 @@ def test_a_large_request_that_fits_elsewhere_does_not_wait() -> None:
     assert story.submit("large", prompt=30 * 16).places == [("large", "b")]
 
 
-def test_a_request_larger_than_any_worker_is_told_so() -> None:
+def test_a_request_larger_than_any_worker_is_refused() -> None:
     story = Story("a")
     assert story.submit("huge", prompt=64 * 16).errors == {"huge": "InvalidRequest"}
 
@@ -178,7 +179,7 @@ def test_a_request_larger_than_any_worker_is_told_so() -> None:
 # ------------------------------------------------------------------------------------------------- losses
 
 
-def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
+def test_a_lost_workers_requests_continue_elsewhere_after_their_tokens() -> None:
     story = Story("a")
     story.submit("r")
     first = story.step("a", {"r": [5, 6, 7]}, texts=["abc"])
@@ -197,7 +198,7 @@ def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
     assert (finish.facts.replay_count, finish.facts.completion_token_count) == (1, 5)
 
 
-def test_replayed_requests_stand_where_they_stood() -> None:
+def test_replayed_requests_keep_their_place_in_the_queue() -> None:
     story = Story("a")
     for name in ("r1", "r2", "r3"):
         story.submit(name)
@@ -245,7 +246,7 @@ def outgrown(story: Story) -> d.Ending:
     return d.Ending(story.handle_of("r"), FinishReason.ERROR, error="1130 tokens do not fit")
 
 
-def test_a_request_that_has_outgrown_its_worker_goes_on_at_a_larger_group() -> None:
+def test_a_request_that_has_outgrown_its_worker_continues_on_a_larger_group() -> None:
     story = Story("a", "b")
     story.connect("a", load(block_count=128))
     assert story.submit("r", prompt=1100).places == [("r", "a")]
@@ -266,7 +267,7 @@ def test_a_request_that_has_outgrown_all_workers_ends_as_exhausted() -> None:
     assert "after 30 tokens of the answer, 1130 tokens need more KV blocks than any worker has" in str(fail.error)
 
 
-def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
+def test_requests_of_a_failing_step_are_replayed_up_to_a_limit() -> None:
     """It is unknown which request of a batch made the step fail, so all are replayed, up to the limit."""
     story = Story("a")
     story.submit("bad")
@@ -287,7 +288,7 @@ def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
     assert finishes(story.finish("a", "good")) == {"good": "length"}
 
 
-def test_a_request_that_only_a_lost_group_could_hold_is_no_client_error() -> None:
+def test_a_request_that_only_a_lost_group_could_hold_is_not_a_client_error() -> None:
     """A request that only a lost group could hold fails as `Overloaded` rather than as `InvalidRequest`."""
     story = Story("a", "b")
     story.connect("a", load(block_count=256))
@@ -299,7 +300,7 @@ def test_a_request_that_only_a_lost_group_could_hold_is_no_client_error() -> Non
     assert story.submit("never", prompt=5000).errors == {"never": "InvalidRequest"}
 
 
-def test_a_refused_request_waits_a_moment_and_is_no_replay() -> None:
+def test_a_refused_request_waits_a_moment_and_does_not_count_as_a_replay() -> None:
     story = Story("a")
     story.submit("r")
     answer = story.step("a", endings=[d.Ending(story.handle_of("r"), None, refused=True)])
@@ -310,7 +311,7 @@ def test_a_refused_request_waits_a_moment_and_is_no_replay() -> None:
     assert (place.attempt, story.core.replay_count) == (2, 0)
 
 
-def test_messages_of_another_life_are_dropped_and_counted() -> None:
+def test_messages_of_another_incarnation_are_dropped_and_counted() -> None:
     story = Story("a")
     story.submit("r")
     handle = story.handle_of("r")
@@ -347,7 +348,7 @@ def test_the_same_layout_again_changes_nothing() -> None:
     assert story.adopt(key("a")).commands == []
 
 
-def test_a_layout_made_anew_is_taken_whatever_its_epoch() -> None:
+def test_a_layout_with_a_reset_epoch_is_adopted() -> None:
     story = Story("a")
     for epoch in (0, -1):
         story.epoch = epoch
@@ -449,7 +450,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
     assert finishes(story.finish("a", "old")) == {"old": "length"}
 
 
-def test_a_drain_is_taken_back_unless_the_process_is_going_to_end() -> None:
+def test_a_drain_can_be_undone_unless_the_process_is_stopping() -> None:
     story = Story("a")
     story.handle(d.DispatcherDrainRequested(1.0))
     story.handle(d.UndrainRequested(2.0))
@@ -484,7 +485,7 @@ def test_checking_one_worker_finds_its_errors() -> None:
         story.core.check_step(tracked.worker or key("a"))
 
 
-def test_a_worker_that_changes_without_a_word_to_routing_is_noticed() -> None:
+def test_a_worker_that_changes_without_notifying_routing_is_detected() -> None:
     story = Story("a")
     story.submit("first")
     story.core._placement._look_around(story.now_s)
@@ -495,7 +496,7 @@ def test_a_worker_that_changes_without_a_word_to_routing_is_noticed() -> None:
         story.core._placement.check()
 
 
-def test_a_worker_that_has_woken_and_reported_no_blocks_yet_makes_no_request_hopeless() -> None:
+def test_requests_wait_for_a_woken_worker_that_has_not_reported_blocks_yet() -> None:
     story = Story("a")
     story.connect("a", load(block_count=0))
     assert story.submit("r", prompt=108).places == []

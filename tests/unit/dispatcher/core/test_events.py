@@ -6,7 +6,7 @@ from services.dispatcher.core.events import Ending, Request, RequestSubmitted, S
 from tests.support.dispatcher_core import key, load
 
 
-def test_no_event_shows_words_of_a_client() -> None:
+def test_no_event_shows_text_of_a_client() -> None:
     request = Request(
         request_id=RequestId("r1"),
         prompt_token_ids=(411, 422),

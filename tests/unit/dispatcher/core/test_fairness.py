@@ -51,7 +51,7 @@ class Waiting:
         return callers
 
 
-def test_a_flood_stands_behind_itself() -> None:
+def test_a_flood_delays_only_itself() -> None:
     made = Waiting()
     made.come("flood", 1000)
     made.go(10)
@@ -63,7 +63,7 @@ def test_a_flood_stands_behind_itself() -> None:
     assert made.go(1) == ["flood"]
 
 
-def test_turns_are_of_tokens_and_not_of_requests() -> None:
+def test_callers_alternate_by_tokens_and_not_by_requests() -> None:
     made = Waiting()
     made.come("long", 50, prompt=100)
     made.come("short", 500, prompt=10)
@@ -102,7 +102,7 @@ def test_a_returned_request_is_not_charged_again() -> None:
     assert made.backlog.slice(0, 1) == [lost]
 
 
-def test_a_class_that_has_waited_takes_turns_with_the_one_above() -> None:
+def test_a_class_that_has_waited_alternates_with_the_one_above() -> None:
     made = Waiting(lift_s=10.0)
     made.come("old", 20, priority=BATCH)
     made.come("pours", 200, priority=INTERACTIVE)
@@ -139,7 +139,7 @@ def refused(made: Waiting, newcomer: Tracked, limits: Limits) -> str:
     return "" if error is None else error.why
 
 
-def test_a_caller_fills_its_share_and_others_are_let_in() -> None:
+def test_a_caller_fills_its_share_and_others_are_admitted() -> None:
     made, limits = Waiting(), Limits(max_queued_request_count=100)
     made.come("flood", 100)
     assert "100 requests are waiting" in refused(made, made.come("flood")[0], limits)
@@ -164,7 +164,7 @@ def flooded() -> Story:
     return story
 
 
-def test_a_caller_that_holds_little_goes_to_a_full_worker() -> None:
+def test_a_caller_with_few_requests_is_placed_on_a_full_worker() -> None:
     story = flooded()
     assert story.submit("few-1", caller="few").places == [("few-1", "w")]
     assert len(story.core.backlog) == 3, "the flood's requests wait"

@@ -23,7 +23,7 @@ def test_a_full_feed_refuses_offline_requests_and_no_other() -> None:
     assert story.submit("a third").errors == {"a third": "Overloaded"}, "the backlog has its own limit"
 
 
-def test_offline_requests_are_no_traffic_and_no_backlog() -> None:
+def test_offline_requests_count_neither_as_traffic_nor_as_backlog() -> None:
     story = Story("a")
     story.step("a", report=load(offline_wanted_tokens=0))
     before = story.core.traffic(story.now_s)
@@ -44,7 +44,7 @@ def test_a_worker_gets_as_many_prompt_tokens_as_it_wants() -> None:
     assert story.step("a", report=load(offline_wanted_tokens=60)).places == [("b3", "a"), ("b4", "a")]
 
 
-def test_the_worker_that_wants_most_is_given_first() -> None:
+def test_the_worker_that_wants_most_is_served_first() -> None:
     story = Story("a", "b")
     story.step("a", report=load(offline_wanted_tokens=10))
     story.step("b", report=load(offline_wanted_tokens=50))
@@ -95,7 +95,7 @@ def test_times_of_offline_requests_are_in_no_figure_of_online_ones() -> None:
 
 
 def test_a_leaving_worker_does_not_wait_for_offline_requests() -> None:
-    """They are recalled and continue elsewhere; online requests stay."""
+    """Offline requests are recalled and continue elsewhere; online requests stay."""
     story = Story("a", "b")
     story.step("a", report=load(offline_wanted_tokens=1000))
     assert offline(story, "b0").places == [("b0", "a")]

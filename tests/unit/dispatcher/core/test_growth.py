@@ -52,8 +52,8 @@ def test_the_estimate_moves_from_the_prior_to_the_mean_answer() -> None:
     assert answers.growth.tokens(BATCH) == 64, "each class is learnt separately"
 
 
-def test_answers_that_run_count_before_any_has_ended_at_its_length() -> None:
-    """The shortest of the long answers end first. If only ended answers counted, all answers would look short."""
+def test_running_answers_count_before_any_of_their_length_has_ended() -> None:
+    """The shortest of the long answers end first. If only ended answers counted, all answers would seem short."""
     growth, lives = Growth(64), [tracked() for _ in range(20)]
     for one in lives:
         one.output_token_ids += [1] * 500
@@ -69,7 +69,7 @@ def test_old_data_is_forgotten() -> None:
     assert answers.growth.tokens(DEFAULT) < 60
 
 
-def test_an_answer_that_was_cut_short_is_no_end() -> None:
+def test_a_truncated_answer_does_not_count_as_ended() -> None:
     growth, one = Growth(64), tracked()
     one.output_token_ids += [1] * 400
     growth.leave(one, ended=False)
@@ -86,7 +86,7 @@ def test_tokens_of_earlier_attempts_do_not_count() -> None:
     assert growth.tokens(DEFAULT) == 64
 
 
-def test_newcomers_are_placed_where_they_can_grow_as_the_answers_before_them_did() -> None:
+def test_new_requests_are_placed_where_they_can_grow_like_earlier_answers() -> None:
     """Worker a has the fewest requests but room for only 64 tokens; b has room for 640."""
     for ended_tokens, expected in ((1, "a"), (2_000, "b")):
         story = Story("a", "b", routing=RoutingRules(growth_tokens=16))

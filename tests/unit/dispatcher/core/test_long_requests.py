@@ -24,7 +24,7 @@ def paired(told: Story) -> Answer:
     return told.step("a", report=PAIR)
 
 
-def test_a_long_request_waits_apart_and_is_no_queue_of_the_others() -> None:
+def test_a_long_request_waits_separately_and_delays_no_other() -> None:
     told = story("a", "b", "c")
     assert told.submit("long", prompt=ALONE, max_tokens=500).commands == []
     assert told.submit("short").places != []
@@ -60,7 +60,7 @@ def test_a_group_has_one_long_request_and_the_others_wait_in_order() -> None:
     assert placed == []
 
 
-def test_small_long_ones_share_half_of_a_large_group() -> None:
+def test_shorter_long_requests_share_half_of_a_large_group() -> None:
     told = story("a", "b", "c")
     for number in range(3):
         told.submit(f"long{number}", prompt=ALONE + 16 * 20, max_tokens=10)
@@ -97,7 +97,7 @@ def test_a_request_that_outgrows_its_instance_waits_with_its_answer() -> None:
     assert place.output_token_ids == (7, 7)
 
 
-def test_a_member_lost_with_the_long_one_on_board() -> None:
+def test_losing_a_member_that_runs_the_long_request() -> None:
     told = story("a", "b", "c")
     told.submit("long", prompt=2 * ALONE)
     paired(told)
@@ -105,7 +105,7 @@ def test_a_member_lost_with_the_long_one_on_board() -> None:
     assert told.core.traffic(1.0).long.count == 1, "it waits for the next group"
 
 
-def test_reach_shrinks_below_one_that_waits() -> None:
+def test_reach_shrinks_below_a_waiting_request() -> None:
     told = story("a", "b", "c")
     told.submit("long", prompt=4000)
     told.submit("shorter", prompt=2000)
@@ -137,7 +137,7 @@ def test_waiting_for_a_group_has_a_limit() -> None:
     assert failed.error.retry_after_s == 60.0
 
 
-def test_bounds_are_those_of_the_backlog() -> None:
+def test_limits_are_those_of_the_backlog() -> None:
     told = story("a", limits=Limits(max_queued_token_count=5000))
     assert told.submit("one", prompt=3000).commands == []
     assert told.submit("two", prompt=3000).errors == {"two": "Overloaded"}

@@ -20,7 +20,7 @@ from services.dispatcher.policy.freeness import RoutingRules
 from tests.support.dispatcher_core import FULL, Story, delivered, finishes, key, load
 
 
-def test_a_moved_request_goes_on_behind_all_that_was_received() -> None:
+def test_a_moved_request_continues_after_all_received_tokens() -> None:
     story = Story("a", "b")
     story.submit("r", prompt=20)
     first = story.step("a", {"r": [5, 6]}, texts=["xyz"])
@@ -46,7 +46,7 @@ def test_later_messages_of_the_old_worker_are_dropped() -> None:
     assert story.core.relay.stale_count == 3
 
 
-def test_moves_pass_by_backlog_room_and_holds() -> None:
+def test_moves_bypass_backlog_room_and_holds() -> None:
     story = Story("a", "b", routing=RoutingRules(worker_queue_count=1, growth_tokens=0))
     story.submit("r")
     story.step("b", report=load(used_block_count=64, running_count=8, waiting_count=3, waiting_block_count=9))
@@ -119,7 +119,7 @@ def test_a_new_worker_that_dies_or_restarts_meanwhile_is_not_waited_for() -> Non
         assert (place.worker, place.expects_handover) == (key("a"), False)
 
 
-def test_a_request_may_move_on_before_its_new_worker_has_said_a_word() -> None:
+def test_a_request_may_move_on_before_its_new_worker_has_sent_anything() -> None:
     story = Story("a", "b", "c")
     story.submit("r")
     story.step("a", {"r": [1]})
@@ -128,7 +128,7 @@ def test_a_request_may_move_on_before_its_new_worker_has_said_a_word() -> None:
     assert (place.worker, place.attempt, place.output_token_ids) == (key("c"), 3, (1,))
 
 
-def test_workers_that_hand_a_request_to_one_another_for_ever_are_stopped() -> None:
+def test_a_request_that_workers_hand_over_endlessly_fails() -> None:
     story = Story("a", "b", limits=Limits(replay_limit=2))
     story.submit("r")
     errors: dict[str, str] = {}
@@ -207,7 +207,7 @@ def test_a_former_leader_keeps_its_stream_until_its_requests_have_moved() -> Non
     assert story.core.fleet.get(key("b")) is None
 
 
-def test_a_former_leader_without_requests_is_let_go_at_once() -> None:
+def test_a_former_leader_without_requests_is_disconnected_at_once() -> None:
     story = Story("a", "b")
     assert story.merge("ab").commands == [Disconnect(key("b"))]
 
@@ -220,7 +220,7 @@ def test_a_former_leader_gets_nothing_new() -> None:
     assert {worker for i in range(5) for _, worker in story.submit(f"n{i}").places} == {"a"}
 
 
-def test_a_former_leader_that_is_lost_is_let_go_and_its_requests_are_replayed() -> None:
+def test_a_lost_former_leader_is_disconnected_and_its_requests_are_replayed() -> None:
     story = Story("a", "b")
     story.submit("r0")
     story.submit("r1")
@@ -263,7 +263,7 @@ def test_a_former_leader_that_leaves_the_layout_is_gone() -> None:
 # ------------------------------------------------------------------------------------------------- room
 
 
-def test_the_backlog_goes_where_a_drop_has_made_room_in_proportion_to_it() -> None:
+def test_the_backlog_is_placed_in_proportion_to_the_room_that_a_drop_has_made() -> None:
     story = Story("a", "b", "c", routing=RoutingRules(worker_queue_count=1, growth_tokens=0))
     for name in "abc":
         story.step(name, report=FULL)
@@ -287,13 +287,13 @@ def burst_after_a_drop(growth_tokens: int) -> Counter[str]:
     return Counter(w for i in range(120) for _, w in story.submit(f"r{i}", prompt=31, max_tokens=10_000).places)
 
 
-def test_a_burst_after_a_drop_spreads_in_proportion_to_capacity_where_requests_grow_into_all_of_it() -> None:
+def test_a_burst_after_a_drop_spreads_by_capacity_if_requests_grow_into_all_of_it() -> None:
     counts = burst_after_a_drop(growth_tokens=10_000)
     assert abs(counts["a"] - 90) <= 2
     assert counts.total() == 120
 
 
-def test_a_burst_after_a_drop_spreads_over_the_instances_where_all_have_enough_memory() -> None:
+def test_a_burst_after_a_drop_spreads_evenly_if_all_have_enough_memory() -> None:
     counts = burst_after_a_drop(growth_tokens=0)
     assert abs(counts["a"] - 80) <= 2
     assert counts.total() == 120
@@ -315,7 +315,7 @@ def withdraw(story: Story, name: str) -> list[AbortOnWorker]:
     return story.handle(Withdrawn(story.now_s, RequestId(name), "the client disconnected")).of(AbortOnWorker)
 
 
-def test_a_request_that_was_handed_over_before_its_abort_came_is_not_submitted_again() -> None:
+def test_a_request_that_was_handed_over_before_its_abort_arrived_is_not_resubmitted() -> None:
     story = Story("a", "b")
     story.submit("r", prompt=20)
     story.step("a", {"r": [5, 6]})
@@ -334,7 +334,7 @@ def test_a_request_that_ends_between_two_workers_is_not_submitted_to_the_second(
     assert story.connect("b").of(PlaceOnWorker) == []
 
 
-def test_a_former_leader_is_let_go_once_its_last_request_is_aborted() -> None:
+def test_a_former_leader_is_disconnected_once_its_last_request_is_aborted() -> None:
     story = Story("a", "b")
     story.submit("r", prompt=20)
     withdraw(story, "r")

@@ -43,3 +43,14 @@ def test_the_number_of_marks_is_bounded() -> None:
     assert len(known) == 3
     assert known.hits((0,)) == {A: MARK_TOKENS}
     assert known.hits((5,)) == {}
+
+
+def test_the_number_of_workers_of_a_mark_is_bounded() -> None:
+    """A system prompt's marks are always in use, and each restart of a worker makes a new incarnation."""
+    known, lives = PrefixMap(most_marks=100), [WorkerKey(WorkerId("a"), Incarnation(n)) for n in range(10_000)]
+    for life in lives:
+        known.report(life, 0.0)
+        known.note(life, (7,), 1.0)
+        known.forget(lives[max(0, life.incarnation - 3)])
+    assert set(known.hits((7,))) == set(lives[-3:])
+    assert len(known._used[7]) < 100

@@ -1,7 +1,7 @@
 """Among workers with room, requests go where the fewest tokens must be computed before the first token."""
 
 from ballast.common.marks import marks_of
-from tests.support.dispatcher_core import Story, load
+from tests.support.dispatcher_core import Story, key, load
 
 PROMPT = 512
 MARKS = marks_of((1,) * PROMPT)
@@ -78,3 +78,12 @@ def test_the_backlog_counts_a_common_beginning_once() -> None:
     assert backlog.token_count == waiting * (PROMPT + 8)
     assert backlog.distinct_token_count == PROMPT + waiting * 8
     assert story.core.traffic(story.now_s).queued_tokens == backlog.distinct_token_count
+
+
+def test_a_worker_that_leads_again_must_report_before_its_prefixes_count() -> None:
+    story = story_of_two()
+    story.merge("ba")
+    assert story.core.fleet.get(key("a")) is None
+    story.merge("a", "b")
+    story.connect("a", load(**ROOM, used_block_count=100, running_count=4))
+    assert where(story) == "b"

@@ -14,7 +14,7 @@ from tests.support.dispatcher_core import FULL, Story, finishes, key, load
 
 
 def waiting_on_a() -> Story:
-    """Request "late" waits behind others on worker a, and worker b is full as well."""
+    """Request "late" waits in the queue of worker a, and worker b is full as well."""
     story = Story("a", "b", placement=PlacementRules(recall_after_s=0.1))
     story.step("b", report=FULL)
     story.step("a", report=FULL)
@@ -43,7 +43,7 @@ def test_a_waiting_request_is_recalled_when_another_worker_has_room() -> None:
 
 
 def test_repeated_recalls_of_a_request_have_growing_intervals() -> None:
-    """Each time the request arrives at the other worker, that one is full again."""
+    """Whenever the request arrives at the other worker, that worker is full again."""
     story = waiting_on_a()
     asked_at_s: list[float] = []
     begun_s, there, other = 0.0, "a", "b"
@@ -78,7 +78,7 @@ def test_a_request_with_tokens_or_just_placed_is_not_recalled() -> None:
     assert not story.step("a", report=crowded()).commands
 
 
-def test_an_offline_request_that_waits_hides_no_online_one_and_is_not_asked_back() -> None:
+def test_a_waiting_offline_request_hides_no_online_one_and_is_not_recalled() -> None:
     story = Story("a", "b", placement=PlacementRules(recall_after_s=0.1))
     story.step("b", report=FULL)
     story.step("a", report=dataclasses.replace(FULL, offline_wanted_tokens=1000))
@@ -162,7 +162,7 @@ def test_a_running_request_without_new_tokens_is_not_recalled() -> None:
     assert not asked_back(story, "a")
 
 
-def test_the_one_that_has_waited_the_longest_since_it_was_preempted_is_asked_back_first() -> None:
+def test_the_request_preempted_first_is_recalled_first() -> None:
     story = waiting_on_a()
     story.step("a", report=load())
     story.submit("later")
@@ -221,7 +221,7 @@ def test_reports_about_unknown_requests_count_as_stale() -> None:
     assert story.core.relay.stale_count == 4
 
 
-def test_a_request_that_waits_where_it_is_not_is_found() -> None:
+def test_a_waiting_request_without_a_placement_is_detected() -> None:
     story = preempted_on_a()
     [worker] = [worker for worker in story.core.fleet if worker.key == key("a")]
     worker.preempted[77] = 0.0

@@ -24,7 +24,7 @@ def test_a_resumed_request_continues_after_its_clients_tokens() -> None:
     assert story.core.taken_over_count == 1
 
 
-def test_a_worker_that_is_lost_afterwards_costs_no_token_either() -> None:
+def test_losing_a_worker_afterwards_costs_no_token() -> None:
     story = Story("a", "b")
     [first] = story.submit("r", answer=[5, 6], taken_over=True).of(PlaceOnWorker)
     story.step(first.worker.worker_id, {"r": [7]}, texts=["x"])
@@ -32,7 +32,7 @@ def test_a_worker_that_is_lost_afterwards_costs_no_token_either() -> None:
     assert (second.output_token_ids, second.delivered_text_chars, second.attempt) == ((5, 6, 7), 3, 2)
 
 
-def test_a_resumed_request_precedes_its_own_class_but_no_better_one() -> None:
+def test_a_resumed_request_precedes_its_own_class_but_no_higher_one() -> None:
     story = Story("a")
     for index in range(8):
         story.submit(f"running{index}")
@@ -47,7 +47,7 @@ def test_a_resumed_request_precedes_its_own_class_but_no_better_one() -> None:
     assert [name for name, _ in answer.places] == expected
 
 
-def test_the_requests_of_a_dead_dispatcher_have_as_much_room_again() -> None:
+def test_resumed_requests_have_a_queue_limit_of_their_own() -> None:
     story = Story("a", limits=Limits(max_queued_request_count=2))
     for index in range(8):
         story.submit(f"running{index}")

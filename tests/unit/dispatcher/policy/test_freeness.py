@@ -55,14 +55,14 @@ def test_waiting_demand_counts_like_used_blocks_and_may_make_freeness_negative()
     assert freeness(view(used_block_count=90, waiting_block_count=40, running_count=3)) == -10.0
 
 
-def test_a_workers_reserve_is_for_newcomers_only_if_it_is_idle() -> None:
+def test_a_workers_reserve_is_for_new_requests_only_if_it_is_idle() -> None:
     assert chosen([view(kept_block_count=5)], tokens=100 * 16) == "a"
     assert runs_at_once(view(kept_block_count=5, used_block_count=90, running_count=1), 5)
     assert not runs_at_once(view(kept_block_count=5, used_block_count=90, running_count=1), 6)
     assert not runs_at_once(view(kept_block_count=5, unseen_block_count=90, unseen_count=1), 6)
 
 
-def test_behind_a_full_queue_of_prompts_a_newcomer_does_not_run_at_once() -> None:
+def test_behind_a_full_queue_of_prompts_a_new_request_does_not_run_at_once() -> None:
     almost, full = (view("a", running_count=2, max_prompt_token_count=9, prompt_token_count=n) for n in (8, 9))
     assert runs_at_once(almost, 1)
     assert not runs_at_once(full, 1)
@@ -79,7 +79,7 @@ def test_the_freest_worker_wins_and_ties_go_to_the_smallest_id() -> None:
     assert chosen([view("b"), view("a")]) == "a"
 
 
-def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
+def test_a_group_with_much_memory_does_not_attract_all_the_load() -> None:
     """A pair with ten times the blocks competes with a single instance, on which requests can or cannot grow by 64
     tokens.
     """
@@ -126,7 +126,7 @@ def test_the_workers_bound_on_waiting_requests_holds_even_when_there_is_room() -
     assert chosen([view("a", max_waiting_count=3, unseen_count=3)]) is None
 
 
-def test_a_large_request_is_queued_only_when_its_patience_is_at_an_end() -> None:
+def test_a_large_request_is_queued_only_when_its_patience_has_ended() -> None:
     busy = view("a", used_block_count=80, running_count=2)
     assert chosen([busy], tokens=30 * 16) is None
     assert chosen([busy], tokens=30 * 16, patient=True) == "a"

@@ -56,7 +56,7 @@ def test_a_refused_file_ends_a_batch_with_its_problems() -> None:
     assert (failed.state, failed.problems) == (BatchState.FAILED, (problem,))
 
 
-def test_an_ended_batch_does_not_change() -> None:
+def test_a_finished_batch_does_not_change() -> None:
     done = sending(0).due(12.0, calls=0).finished(None, None, 13.0)
     assert done.due(99999.0, calls=0) is done
     with pytest.raises(NotPossible, match="is completed and cannot become cancelling"):
@@ -66,7 +66,9 @@ def test_an_ended_batch_does_not_change() -> None:
 
 
 def test_every_order_of_events_ends_in_an_end_or_can_still_end() -> None:
-    """After any order of events, a finalizing batch can be finished, and any other one is in progress or cancelling."""
+    """After any order of events, a finalizing batch can be finished, and any other unfinished one is in progress or
+    cancelling.
+    """
     events: tuple[Callable[[JobBatch], JobBatch], ...] = (
         lambda one: one.cancel(20.0),
         lambda one: one.counted(1, 0),

@@ -25,7 +25,7 @@ def checked(*lines: bytes, max_lines: int = 10, max_line_bytes: int = 1000) -> C
     return checker
 
 
-def test_lines_are_found_again_by_their_place() -> None:
+def test_lines_can_be_reread_at_their_offsets() -> None:
     raw = [line(custom_id="a"), b"\n", b"  \r\n", line(custom_id="é"), line(custom_id="c").rstrip()]
     checker = checked(*raw)
     assert checker.problems == []
@@ -72,7 +72,7 @@ def test_ids_are_unique_and_lines_are_bounded() -> None:
     assert len(checked(*[b"{"] * 100).problems) == 20
 
 
-def test_a_line_is_sent_at_class_batch_and_otherwise_as_it_is() -> None:
+def test_a_line_is_sent_with_class_batch_and_otherwise_unchanged() -> None:
     body = {"model": "m", "service_tier": "priority", "priority": "interactive", "extra": {"é": [1, None]}}
     assert json.loads(request_of(line(body=body))) == {"model": "m", "priority": "batch", "extra": {"é": [1, None]}}
 

@@ -25,7 +25,7 @@ def picks(queue: Queue, count: int) -> list[Pick]:
     return [pick for pick in found if pick is not None]
 
 
-def test_a_keys_batches_take_turns_and_their_lines_go_in_order() -> None:
+def test_a_keys_batches_alternate_and_their_lines_are_sent_in_order() -> None:
     queue = filled(a=("k", 3), b=("k", 2))
     got = [(pick.batch_id, pick.line.number) for pick in picks(queue, 9)]
     assert got == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3)]
@@ -42,7 +42,7 @@ def test_an_unused_share_goes_to_another_key() -> None:
     assert len(picks(queue, 40)) == 40
 
 
-def test_a_line_that_is_sent_again_waits_and_then_comes_first() -> None:
+def test_a_retried_line_waits_and_then_precedes_others() -> None:
     queue = filled(a=("k", 3))
     [first] = picks(queue, 1)
     assert queue.in_flight("a") == 1
@@ -114,7 +114,7 @@ def test_random_histories_lose_no_line_and_send_none_twice() -> None:
         assert len(done) == sum(counts.values())
 
 
-def test_no_further_lines_are_read_while_many_wait_to_be_sent_again() -> None:
+def test_no_further_lines_are_read_while_many_wait_for_a_retry() -> None:
     queue, read = Queue(low=8), 0
     queue.open("a", "k")
     for _ in range(1000):  # gateways refuse every line for a minute

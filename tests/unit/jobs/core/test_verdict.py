@@ -11,7 +11,7 @@ def test_an_answer_is_the_result(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
-def test_a_line_at_fault_is_not_sent_again(status: int) -> None:
+def test_a_line_at_fault_is_not_retried(status: int) -> None:
     assert of_answer(status, None, 0) == KeepResult(is_success=False)
 
 
@@ -22,13 +22,13 @@ def test_failures_that_are_not_the_lines_fault_do_not_count(status: int, why: st
     assert (said.counts, said.why) == (False, why)
 
 
-def test_a_busy_cluster_says_how_long_to_wait() -> None:
+def test_a_busy_cluster_sets_the_retry_delay() -> None:
     assert of_answer(503, 7.0, 0) == Again(7.0, counts=False, why="busy")
     assert of_answer(503, 1e9, 0) == Again(60.0, counts=False, why="busy")
 
 
 @pytest.mark.parametrize("status", [500, 502, 408, 409, 499])
-def test_errors_are_tried_five_times_with_growing_pauses(status: int) -> None:
+def test_errors_are_retried_five_times_with_growing_delays(status: int) -> None:
     pauses: list[float] = []
     for failed_count in range(4):
         said = of_answer(status, None, failed_count)

@@ -37,8 +37,8 @@ def test_steady_growth_is_an_overload_one_horizon_before_capacity_is_reached() -
     assert overload.required_bytes > 0
 
 
-def test_a_shortage_of_one_moment_is_told_as_a_lasting_one_is() -> None:
-    """The planner's prediction shows whether a shortage was only momentary."""
+def test_a_momentary_shortage_is_signalled_like_a_lasting_one() -> None:
+    """The planner's prediction, not the monitor, decides whether a shortage was only momentary."""
     moments = series(2, lambda t: sample(t, 1100 if t == 1.0 else 900))
     assert [at_s for at_s, _ in tell(Pressure(RULES), moments)] == [1.0]
 
@@ -86,7 +86,7 @@ def test_waiting_requests_are_an_overload_while_small_instances_are_full() -> No
     assert said(90, 100, 0) == said(80, 100, 7) == said(30, 720, 7) == []
 
 
-def test_capacity_on_its_way_down_counts_as_it_will_be_but_not_below_the_undropped() -> None:
+def test_a_falling_capacity_is_extrapolated_but_not_below_the_undropped_one() -> None:
     def shrinking(t: float) -> ClusterDemand:
         return sample(t, 1000, capacity_bytes=int(2000 - 300 * t), undropped_bytes=1000, groups=MERGED)
 
@@ -114,7 +114,7 @@ def test_relief_only_when_something_is_dropped_and_usage_stayed_low_for_long_eno
     )
 
 
-def test_half_of_the_undropped_memory_is_meant_not_of_the_enlarged_one() -> None:
+def test_relief_refers_to_half_of_the_undropped_memory_not_of_the_enlarged_one() -> None:
     held = series(20, lambda t: sample(t, 600, capacity_bytes=3000, groups=MERGED))
     assert tell(Pressure(RULES), held) == []
 
@@ -131,7 +131,7 @@ def test_nothing_counts_as_idle_while_the_backlogs_are_unknown() -> None:
     assert tell(Pressure(RULES), blind_alone) == []
 
 
-def test_between_two_transitions_lies_the_dwell_time() -> None:
+def test_two_transitions_are_separated_by_the_dwell_time() -> None:
     flapping = series(60, lambda t: sample(t, 2000 if int(t) % 2 else 0, capacity_bytes=1000, groups=MERGED))
     times = [at_s for at_s, _ in tell(Pressure(RULES), flapping)]
     assert len(times) > 5
@@ -154,8 +154,8 @@ def test_a_burst_revokes_a_relief_at_once_while_the_groups_are_unchanged() -> No
     assert taken_back_s - relieved_s < RULES.dwell_s, "no dwell time, since the groups have not changed yet"
 
 
-def test_memory_that_a_dissolving_pipeline_still_has_counts_as_the_members_own() -> None:
-    """For a few seconds its members hold all parameters but little KV, which is no reason to drop again."""
+def test_memory_of_a_dissolving_pipeline_counts_as_its_members() -> None:
+    """For a few seconds the members hold all parameters but little KV memory, which is no reason to drop again."""
 
     def dissolving(wanted_bytes: int) -> list[ClusterDemand]:
         return series(4, lambda t: sample(t, wanted_bytes, capacity_bytes=500, undropped_bytes=1000))
@@ -201,7 +201,7 @@ def test_during_a_restore_demand_is_compared_with_the_future_capacity() -> None:
     assert [type(signal) for _, signal in said] == [Overload]
 
 
-def test_once_the_layers_are_back_the_dwell_time_holds() -> None:
+def test_the_dwell_time_applies_once_the_layers_are_restored() -> None:
     pressure = Pressure(RULES)
     relieved_at(pressure)
     back = series(12, lambda t: sample(t, 1400, capacity_bytes=1000), from_s=4.0)
@@ -228,7 +228,7 @@ def dropped_after_1_s(t: float, wanted_bytes: int) -> ClusterDemand:
     return sample(t, wanted_bytes, capacity_bytes=3000 if merged else 1000, groups=MERGED if merged else ALONE)
 
 
-def test_a_drop_that_helped_asks_for_nothing_more() -> None:
+def test_a_drop_that_helped_is_followed_by_no_further_overload() -> None:
     story = series(
         30, lambda t: sample(t, 2000, capacity_bytes=1000 if t < 1 else 3000, groups=MERGED if t >= 1 else ALONE)
     )
@@ -239,7 +239,7 @@ def test_without_serving_workers_there_is_no_signal() -> None:
     assert tell(Pressure(RULES), series(40, lambda t: sample(t, 5000, capacity_bytes=0, groups=()))) == []
 
 
-def test_thresholds_in_the_wrong_order_and_time_that_goes_back_are_bugs() -> None:
+def test_thresholds_in_the_wrong_order_and_decreasing_times_are_bugs() -> None:
     with pytest.raises(InvariantViolation, match="thresholds"):
         Pressure(dataclasses.replace(RULES, relief_threshold_fraction=0.9))
     pressure = Pressure(RULES)

@@ -69,7 +69,7 @@ def test_no_group_has_more_stages_than_eight_or_than_layers() -> None:
     assert not any("of 9" in name for name in candidates(groups(*(1,) * 9)))
 
 
-def test_the_most_loaded_group_meets_the_least_loaded_one() -> None:
+def test_the_most_loaded_group_is_merged_with_the_least_loaded_one() -> None:
     found = candidates(groups(1, 1, 1, 1, 1))  # later groups have more load
     assert found["2 pairs"].merges == (("g04m0", "g00m0"), ("g03m0", "g01m0"))
     assert found["1 of 3 + 1 pair"].merges == (("g04m0", "g00m0", "g01m0"), ("g03m0", "g02m0"))

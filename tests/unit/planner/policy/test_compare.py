@@ -1,6 +1,4 @@
-"""Whether dropping is better than doing nothing, on a machine like an A100 with 40 GB and for a model of 14B
-parameters.
-"""
+"""Compares dropping with doing nothing, for a model of 14B parameters on a machine like an A100 with 40 GB."""
 
 import re
 from collections.abc import Sequence
@@ -97,7 +95,7 @@ def test_groups_are_merged_if_memory_is_short() -> None:
     assert found.chosen.prediction.ttft_p99_s < nothing.prediction.ttft_p99_s / 2
 
 
-def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
+def test_the_first_burst_is_comparable_although_no_answer_has_ended() -> None:
     """No answer has ended yet. Answers are nevertheless not assumed to be endless, since every option would then look
     hopeless.
     """
@@ -142,7 +140,7 @@ CHAT_COST = CostModel(
 
 
 def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_ones() -> None:
-    """Nine answers of ten are short, but the running ones have 2,500 tokens each and as many still to come."""
+    """Nine answers of ten are short, but each running answer has 2,500 tokens and will have as many again."""
     snapshot = running(alone(EIGHT[:4], BLOCKS - 5), 16)
     mixed = replace(LONG, queued_count=120, queued_tokens=48_000, ended_count=900, ended_tokens=400_000)
     young, old = (compare(snapshot, Running(256, 0), replace(mixed, open_tokens=n), PACE) for n in (20_000, 160_000))
@@ -202,14 +200,12 @@ COMPLETIONS = Traffic(
 
 
 def completing() -> Snapshot:
-    """The cluster that serves COMPLETIONS. Prompts hold most of its memory; they are longer than most of the
-    burst's.
-    """
+    """The cluster that serves COMPLETIONS. Most of its memory holds prompts, longer than most of those in the burst."""
     groups = alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
     return Snapshot(SHAPE, tuple(group._replace(running_count=18, uncomputed_tokens=1800) for group in groups))
 
 
-def test_long_prompts_that_run_do_not_make_answers_long() -> None:
+def test_running_long_prompts_do_not_make_answers_seem_long() -> None:
     """Memory that prompts hold beyond their mean length must not count as answers. Short answers soon make room without
     a drop.
     """
@@ -235,7 +231,7 @@ def test_a_drop_does_not_help_requests_that_have_waited_long() -> None:
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
-    """In addition to bubbles, token times are half as long again with two stages, and a quarter longer with four."""
+    """Besides bubbles, times between tokens are half as long again with two stages, a quarter longer with four."""
     future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
     alone_s, two_s, four_s = (
         look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
@@ -266,7 +262,7 @@ def test_the_chosen_candidate_is_the_plan() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_no_instance_is_left_out_of_an_odd_number(count: int) -> None:
+def test_an_odd_number_of_instances_is_merged_completely(count: int) -> None:
     """With pairs only, the last instance would keep all its parameters and stay short of memory."""
     snapshot = running(alone([f"w{i}" for i in range(count)], BLOCKS - 5), 24)
     much = replace(LONG, queued_count=40 * count, queued_tokens=20_000 * count, minute_count=50 * count)
@@ -283,7 +279,7 @@ def slowed(snapshot: Snapshot, names: set[WorkerId]) -> Snapshot:
     return Snapshot(snapshot.model, tuple(groups))
 
 
-def test_unlike_machines_are_judged_by_their_own_pace_and_merged_with_their_like() -> None:
+def test_unlike_machines_have_their_own_cost_models_and_are_merged_with_equals() -> None:
     snapshot, load = running(alone(EIGHT, BLOCKS - 5), 24), Running(256, 4)
     slow = {WorkerId(name) for name in EIGHT[:4]}
     alike, unlike = (compare(one, load, LONG, PACE) for one in (snapshot, slowed(snapshot, slow)))
@@ -344,7 +340,7 @@ def test_parameters_are_restored_if_no_request_has_to_wait() -> None:
     assert compare_restore(running(snapshot, 6), Running(256, 0), calm, PACE, restored).chosen.name == "give back 4"
 
 
-def test_parameters_stay_away_while_the_burst_goes_on() -> None:
+def test_parameters_stay_dropped_while_the_burst_continues() -> None:
     snapshot = pairs(3 * BLOCKS // 2)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     burst = replace(LONG, queued_count=0, open_tokens=190_000)
@@ -353,7 +349,7 @@ def test_parameters_stay_away_while_the_burst_goes_on() -> None:
     assert found.chosen.loss < found.candidates[1].loss
 
 
-def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> None:
+def test_parameters_are_not_restored_under_load_without_a_benefit() -> None:
     """Loading layers and moving requests have costs that predictions do not include."""
     snapshot = running(pairs(BLOCKS // 4), 6)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
@@ -366,9 +362,7 @@ def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> 
 
 
 def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> None:
-    """Afterwards there is room. Until then, dissolving pipelines hold memory that is not available to other
-    requests.
-    """
+    """After the restore there is room. Until then, dissolving pipelines hold memory that other requests cannot use."""
     snapshot = running(pairs(5 * BLOCKS // 4), 40)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     steady = replace(LONG, queued_count=0, queued_tokens=0, recent_count=60, minute_count=300, minute_tokens=150_000)
@@ -376,10 +370,8 @@ def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> Non
     assert found.chosen.name == "stay"
 
 
-def test_a_pipeline_does_not_dissolve_while_more_runs_in_it_than_its_members_take_over() -> None:
-    """No requests arrive, and the targets would be met, but the running requests are long and have many tokens to
-    come.
-    """
+def test_a_pipeline_does_not_dissolve_while_it_runs_more_than_its_members_can_hold() -> None:
+    """No requests arrive, and the targets would be met, but the long running requests have many tokens to generate."""
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in pairs(0).groups}
     quiet = replace(LONG, queued_count=0, queued_tokens=0, recent_count=0, minute_count=0, minute_tokens=0)
     quiet = replace(quiet, open_tokens=24 * 8000, ended_count=100, ended_tokens=20_000)
@@ -390,12 +382,12 @@ def test_a_pipeline_does_not_dissolve_while_more_runs_in_it_than_its_members_tak
     assert re.fullmatch(r"give back 4 over \d+ s", found.candidates[1].name)
 
 
-def test_a_target_that_is_met_is_not_bettered() -> None:
+def test_a_target_that_is_met_needs_no_improvement() -> None:
     snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
     assert compare(snapshot, Running(256, 4), LONG, PACE, ComparisonTargets(ttft_s=1000.0)).chosen.merges == ()
 
 
-def test_an_empty_cluster_makes_no_trouble() -> None:
+def test_an_empty_cluster_can_be_compared() -> None:
     snapshot = alone(["w0", "w1"], 0)
     found = compare(running(snapshot, 0), Running(256, 0), Traffic(known_s=1.0), PACE)
     assert found.chosen.name == "nothing"
@@ -419,7 +411,7 @@ def test_more_memory_never_makes_waits_longer() -> None:
     assert waits[0] > 10 * max(waits[-1], 0.1)
 
 
-def test_a_long_prompt_takes_its_time() -> None:
+def test_a_long_prompt_is_predicted_to_take_long() -> None:
     future = Future(
         rate_per_s=0.0,
         lasts_s=2.0,
@@ -456,8 +448,8 @@ def test_one_prompt_is_not_computed_by_eight_instances() -> None:
     assert eight == pytest.approx(one, rel=0.25)
 
 
-def test_the_last_ones_are_those_with_long_prompts() -> None:
-    """Prompts of the same mean: all alike, or a few eight times as long. Memory and compute suffice."""
+def test_requests_with_long_prompts_wait_longest() -> None:
+    """Equal prompts, or a few eight times as long at the same mean. Memory and compute suffice in both cases."""
     alike = replace(one_prompt(1000.0), rate_per_s=1.0, calm_per_s=1.0, waiting_count=0.0, waiting_tokens=0.0)
     spread = replace(alike, prompts=(650.0, 650.0, 650.0, 8000.0))
     same, differing = (
@@ -467,15 +459,15 @@ def test_the_last_ones_are_those_with_long_prompts() -> None:
     assert differing > 8000 * COST.beyond_s
 
 
-def test_a_residue_of_old_requests_counts_nothing_once_none_runs() -> None:
+def test_a_rounding_residue_of_old_requests_does_not_count() -> None:
     flow = _Flow(kind(1, 1, BLOCKS, 4.0, 4 * 20), MACHINE, one_prompt(16_000.0))
     flow.running, flow.old, flow.prefills, flow.uncomputed = 0.0, 1e-17, 1.0, 20.0
     begun, made, *_ = flow.advance(0.0, 20.0, 10.0, 40.0, 1.0)
     assert (begun, made) == (1.0, 0.0)
 
 
-def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
-    """Two waiting prompts are computed at once, whether the horizon is 30 s or 120 s."""
+def test_waits_are_distinguished_within_a_step_of_the_prediction() -> None:
+    """Two waiting prompts are computed at once, whether the prediction covers 30 s or 120 s."""
     few = replace(one_prompt(500.0), waiting_count=2.0, waiting_tokens=1000.0)
     layout = [replace(kind(1, 8, BLOCKS, 40.0, 40 * 20), stall_s=0.3)]
     near, far = (look_ahead(MACHINE, layout, few, horizon_s).ttft_p99_s for horizon_s in (30.0, 120.0))
@@ -570,7 +562,7 @@ def test_tokens_are_not_slowed_down_if_no_option_shortens_the_waits_enough() -> 
     assert found.chosen.name == "nothing", found.lines()
 
 
-def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
+def test_a_burst_is_predicted_to_end_like_earlier_bursts() -> None:
     snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
     burst = replace(LONG, calm_per_s=0.1, recent_count=80, minute_count=120)
 
@@ -583,7 +575,7 @@ def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
     assert waits_s(6.0, since_s=8.0) < waits_s(6.0), "the burst is already over"
 
 
-def test_full_instances_beside_large_ones_with_room_are_predicted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_instances_are_predicted_separately_from_large_ones_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are routed to all instances alike, but full instances with little memory cannot compute prompts."""
     layers = tuple(range(LAYERS))
     small = alone(EIGHT[:3], BLOCKS - 5).groups

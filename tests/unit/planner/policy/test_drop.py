@@ -13,7 +13,7 @@ from services.planner.policy.split import Splitter, SplitTolerance
 from tests.support.drop_plans import after, group, model, parameter_bytes, singles, stage
 
 
-def test_nothing_is_needed() -> None:
+def test_nothing_is_dropped_if_nothing_is_needed() -> None:
     snapshot = singles(3, model())
     done = by_need(snapshot, 0)
     assert done.groups == ()
@@ -21,7 +21,7 @@ def test_nothing_is_needed() -> None:
     assert (done.freed_bytes, done.shortfall_bytes) == (0, 0)
 
 
-def test_an_empty_cluster_falls_short_by_everything() -> None:
+def test_an_empty_cluster_falls_short_by_the_whole_need() -> None:
     assert by_need(Snapshot(model(), ()), 10).shortfall_bytes == 10
 
 
@@ -46,7 +46,7 @@ def test_two_instances_become_one_pipeline() -> None:
     assert pair.group_id == "w0"
 
 
-def test_memory_comes_in_whole_extents() -> None:
+def test_memory_is_freed_in_whole_extents() -> None:
     shape = model(4, extent_bytes=300, layer_parameter_bytes=(1000,) * 4)
     snapshot = singles(2, shape, kv_bytes=2400)
     (pair,) = by_need(snapshot, 1).groups
@@ -56,7 +56,7 @@ def test_memory_comes_in_whole_extents() -> None:
     assert pair.block_count == 210
 
 
-def test_a_need_that_cannot_be_met_says_by_how_much() -> None:
+def test_a_plan_states_its_shortfall() -> None:
     done = by_need(singles(3, model(8)), 20_000)
     assert done.freed_bytes == 16_000
     assert done.shortfall_bytes == 20_000 - done.usable_bytes == 8_000
@@ -93,7 +93,7 @@ def test_layers_that_no_stage_executes_are_dropped_first() -> None:
     assert [g.group_id for g in done.unchanged] == ["c"]
 
 
-def test_pipelines_without_common_layers_are_passed_over() -> None:
+def test_pipelines_without_common_layers_are_skipped() -> None:
     shape = model(4)
     uneven = [(stage(f"{n}0", 0, 1, shape), stage(f"{n}1", 1, 4, shape)) for n in "ab"]
     snapshot = Snapshot(shape, tuple(group(shape, *members) for members in uneven))
@@ -104,7 +104,7 @@ def test_pipelines_without_common_layers_are_passed_over() -> None:
         group_plan(snapshot.groups, Splitter(shape))
 
 
-def test_the_smallest_change_that_is_enough_is_taken() -> None:
+def test_the_smallest_sufficient_change_is_chosen() -> None:
     snapshot = singles(10, model(8))
     for copies in range(1, 6):
         done = by_need(snapshot, copies * 8_000)
@@ -121,7 +121,7 @@ def test_the_fullest_is_merged_with_the_emptiest() -> None:
     assert {m.worker_id for m in pair.members} == {"w0", "w3"}
 
 
-def test_uneven_layers_leave_less_to_use_than_is_free() -> None:
+def test_uneven_layers_leave_part_of_the_freed_memory_unused() -> None:
     # With three members for four layers, the stage with two layers has as many blocks as one in a pair.
     done = by_need(singles(9, model(4), kv_bytes=1000), 6 * 4_000)
     assert sorted(len(g.members) for g in done.groups) == [4, 4]
@@ -149,7 +149,7 @@ def test_pairs_are_enough_unless_much_is_missing() -> None:
     assert by_need(paired, 33_000, tolerable_shortfall=0.5).usable_bytes > 0
 
 
-def test_a_deeper_pipeline_with_less_room_is_no_answer() -> None:
+def test_a_deeper_pipeline_with_less_room_is_not_chosen() -> None:
     """With eight layers on six stages, one stage still executes two layers, so the pipeline holds no more than one of
     four stages.
     """

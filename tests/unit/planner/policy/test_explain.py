@@ -22,7 +22,7 @@ def test_one_line_per_group() -> None:
     )
 
 
-def test_need_moves_and_groups_are_told() -> None:
+def test_need_moves_and_groups_are_stated() -> None:
     done = by_need(SNAPSHOT, 5_000_000)
     assert explain(done, SHAPE)[:2] == [
         "needed 4.8 MiB, the plan frees 12.0 MiB and meets it",
@@ -31,22 +31,22 @@ def test_need_moves_and_groups_are_told() -> None:
     assert explain(done, SHAPE)[2].startswith("group {w0,w1}")
 
 
-def test_a_shortfall_is_told() -> None:
+def test_a_shortfall_is_stated() -> None:
     assert "falls short by 7.1 MiB" in explain(by_need(SNAPSHOT, 20_000_000), SHAPE)[0]
 
 
-def test_memory_that_admission_cannot_use_is_told() -> None:
+def test_memory_that_admission_cannot_use_is_stated() -> None:
     shape = model(4)
     snapshot = singles(3, shape, kv_bytes=1000)
     lines = explain(plan_of(snapshot, [[group.group_id for group in snapshot.groups]], 8_000), shape)
     assert "count for admission" in lines[2]
 
 
-def test_nothing_to_do_is_told() -> None:
+def test_nothing_to_do_is_stated() -> None:
     assert explain(by_need(SNAPSHOT, 0), SHAPE)[-1] == "nothing changes"
 
 
-def test_groups_that_stay_are_counted() -> None:
+def test_unchanged_groups_are_counted() -> None:
     snapshot = singles(5, model(8))
     assert explain(by_need(snapshot, 8_000), model(8))[-1] == "unchanged: 3 of 5 groups"
 
@@ -60,7 +60,7 @@ def test_a_few_of_many_groups_are_named_and_the_others_counted() -> None:
     assert f"and {groups - MOST_GROUPS} groups more" in lines
 
 
-def test_a_restore_is_told() -> None:
+def test_a_restore_is_described() -> None:
     dropped = after(SNAPSHOT, by_need(SNAPSHOT, 1))
     assert explain_restore(plan_restore(dropped)) == [
         "group {w0,w1}: dissolved, 12.0 MiB of parameters to pull from w0, w1"

@@ -7,7 +7,7 @@ from services.planner.policy.lean import RESERVE, HeldRequest, check, leaves, pl
 C = 1000
 
 
-def test_a_newcomer_goes_to_the_fullest_that_keeps_the_reserve() -> None:
+def test_a_new_request_is_placed_on_the_fullest_instance_that_keeps_its_reserve() -> None:
     instances = [HeldRequest(0, (400,)), HeldRequest(1, (600,)), HeldRequest(2, (900,))]
     assert place(200, instances, C) == 1
     assert place(330, instances, C) == 0
@@ -21,7 +21,7 @@ def test_a_leaving_instance_stays_if_the_others_are_full() -> None:
     assert place(50, [HeldRequest(0, (300,)), HeldRequest(1, (600,), leaving=True)], C) == 0
 
 
-def test_the_emptiest_leaves_if_all_that_it_holds_fits_into_the_others() -> None:
+def test_the_emptiest_instance_leaves_if_its_requests_fit_into_the_others() -> None:
     moves = leaves([HeldRequest(0, (500, 100)), HeldRequest(1, (700,)), HeldRequest(2, (200, 100))], C)
     assert moves is not None
     assert {(move.amount, move.source, move.target) for move in moves} == {(200, 2, 1), (100, 2, 0)}

@@ -22,19 +22,19 @@ def reach(count: int, max_model_len: int) -> Reach:
     return reach_of(SHAPE, [memory] * count, max_model_len)
 
 
-def test_the_reach_is_that_of_the_smallest_group_that_holds_most() -> None:
+def test_the_reach_is_that_of_the_smallest_group_with_the_largest_capacity() -> None:
     assert reach(4, 1 << 20) == Reach(800, 8000, 4, 4)
     assert reach(4, 2000) == Reach(800, 2000, 2, 4)
     assert reach(1, 1 << 20) == Reach(800, 800, 1, 1)
 
 
-def test_a_reach_reads_back_as_written() -> None:
+def test_a_reach_survives_a_round_trip() -> None:
     reach = Reach(800, 5600, 4, 4)
     assert read_reach(write_reach(reach)) == reach
     assert reach.told() == "up to 800 tokens here alone, 5,600 with 4 of 4 members"
 
 
-def test_the_least_loaded_become_the_smallest_group_that_holds_it() -> None:
+def test_the_least_loaded_instances_form_the_smallest_group_that_holds_it() -> None:
     snapshot = singles(5, SHAPE, [40, 2, 30, 1, 20])
     made = group_for(snapshot, need(60))
     assert made is not None

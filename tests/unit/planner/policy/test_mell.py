@@ -89,7 +89,7 @@ def test_repaired_all_properties_hold_through_a_thousand_random_sequences() -> N
 
 
 def test_moves_of_an_epoch_are_merged() -> None:
-    """Merged over all operations, there are fewer moves than if each operation's moves are made right after it."""
+    """Merging the moves of all operations needs fewer moves than making each operation's moves right after it."""
     single = together = 0
     for seed in range(20):
         rng = random.Random(seed)
@@ -123,7 +123,7 @@ def test_classes_are_those_of_the_paper(amount: int, size: MellSize) -> None:
     assert size_of(amount, 1000) is size
 
 
-def test_small_requests_travel_in_bags() -> None:
+def test_small_requests_are_moved_in_bags() -> None:
     book = Book(CAPACITY, repaired=False)
     for number in range(40):
         book.allocate(number, CAPACITY // 20)

@@ -15,7 +15,7 @@ LAYERS = 7
 
 
 @pytest.mark.parametrize(("first_layer", "last_layer"), [(0, 3), (3, 5), (5, 7), (0, 7)])
-def test_freed_bytes_and_blocks_come_true(first_layer: int, last_layer: int) -> None:
+def test_planned_bytes_and_blocks_equal_a_workers(first_layer: int, last_layer: int) -> None:
     budget_bytes = 4 << 20
     with DeviceMemory.open(
         HostBackend(),

@@ -35,7 +35,7 @@ def moves(loads: dict[str, LoadReport], rules: MigrationRules = RULES) -> list[t
     return [(m.source.leader.worker_id, m.target.leader.worker_id, m.block_budget) for m in found]
 
 
-def test_the_least_free_gives_to_the_freest_until_both_are_even() -> None:
+def test_the_least_free_instance_sends_to_the_freest_until_both_are_even() -> None:
     # Free tokens per request: 16, 400 and 120.
     assert moves({"w1": load(96), "w2": load(0), "w3": load(70)}) == [("w1", "w2", 48)]
     assert moves({"w1": load(96), "w2": load(40), "w3": load(97), "w4": load(20)}) == [
@@ -49,13 +49,13 @@ def test_nothing_moves_between_instances_that_are_alike() -> None:
     assert moves({"w1": load(97), "w2": load(98)}) == []
 
 
-def test_a_request_that_waits_for_memory_in_pieces_makes_its_instance_look_full() -> None:
+def test_an_instance_looks_full_if_a_waiting_request_needs_more_than_its_free_blocks() -> None:
     """w1 has twenty free blocks, but one of its waiting requests needs thirty."""
     assert moves({"w1": load(80, waiting=30), "w2": load(50, running=2)}) == [("w1", "w2", 30)]
     assert moves({"w1": load(80), "w2": load(50, running=2)}) == []
 
 
-def test_a_targets_reserve_is_no_room() -> None:
+def test_a_targets_reserve_does_not_count_as_room() -> None:
     full = load(98)
     assert moves({"w1": full, "w2": replace(load(60), kept_block_count=5)}) == [("w1", "w2", 19)]
     assert moves({"w1": full, "w2": replace(load(60), kept_block_count=25)}) == [("w1", "w2", 15)]
@@ -83,8 +83,8 @@ def test_an_instance_at_its_maximum_takes_no_requests() -> None:
     assert moves({"w1": load(96), "w2": full}) == []
 
 
-def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
-    """Its leader reports the pipeline's blocks. The pipeline drains if any of its members does."""
+def test_a_pipeline_sends_and_receives_like_an_instance() -> None:
+    """The leader reports the blocks of its pipeline. A pipeline drains if any of its members does."""
 
     def found(pair: LoadReport, alone: LoadReport, *, follower_drains: bool = False) -> list[tuple[str, str]]:
         members = [
@@ -103,7 +103,7 @@ def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
     assert found(load(10), load(10), follower_drains=True) == [("w1", "w3")]
 
 
-def test_an_instance_that_is_nearly_full_gives_its_longest_requests_until_both_are_as_full() -> None:
+def test_a_nearly_full_instance_sends_its_longest_requests_until_both_are_even() -> None:
     large = load(100, 20, blocks=900)
     assert moves({"w1": load(97), "w2": large}, RELIEVES) == [("w1", "w2", 77)], (
         "leaves 20 of 100 blocks and about 180 of 900 in use"
@@ -117,13 +117,13 @@ def test_an_instance_that_is_nearly_full_gives_its_longest_requests_until_both_a
     assert moves({"w1": load(97, 1), "w2": load(0)}, RELIEVES) == [], "a lone request would fill w2 as much"
 
 
-def test_nearly_full_instances_give_in_turn() -> None:
+def test_nearly_full_instances_send_one_after_another() -> None:
     full = {name: load(97) for name in ("w1", "w2", "w3")}
     found = moves({**full, "w4": load(0, 20, blocks=900), "w5": load(9, 20, blocks=900)}, RELIEVES)
     assert [(source, target) for source, target, _ in found] == [("w1", "w4"), ("w2", "w5"), ("w3", "w4")]
 
 
-def test_rounds_are_due_where_it_is_time_to_look() -> None:
+def test_migration_rounds_have_a_minimum_interval() -> None:
     members = [Member(WorkerId(w), Incarnation(1), f"{w}:1", 0, 4, False, f"{w}:2") for w in ("w1", "w2")]
     layout = Layout(Epoch(3), 4, tuple(Group(GroupId(m.worker_id), (m,)) for m in members), "test")
     assert is_round_due(layout, RELIEVES, looks=True)

@@ -29,7 +29,7 @@ def test_in_a_small_cluster_all_workers_are_partners() -> None:
     assert named(layout("a", "b", "c"), 8) == {"a": "bc", "b": "ac", "c": "ba"}
 
 
-def test_the_own_group_comes_first_then_the_neighbours() -> None:
+def test_own_group_members_precede_neighbours() -> None:
     found = named(layout("a", "b", "ce", "d", "f"), 2)
     assert found["c"] == "eb"
     assert found["e"] == "cd"

@@ -42,7 +42,7 @@ def test_without_a_source_layers_come_from_host_or_disk() -> None:
     assert {p.worker_id: p.source for p in restored.pulls if p.layer == 7} == {"a": None, "b": None}
 
 
-def test_a_second_source_is_named_where_there_is_one() -> None:
+def test_a_second_source_is_named_if_there_is_one() -> None:
     restore = plan_restore(dropped(3, 1))
     for pull in restore.dissolutions[0].pulls:
         assert pull.source is not None
@@ -50,7 +50,7 @@ def test_a_second_source_is_named_where_there_is_one() -> None:
         assert pull.worker_id not in (pull.source, *pull.others)
 
 
-def test_a_busy_pipeline_stays_and_the_idle_one_goes() -> None:
+def test_a_busy_pipeline_stays_and_an_idle_one_dissolves() -> None:
     snapshot = dropped(4, 2, [60, 1, 20, 1])
     assert len(snapshot.groups) == 2
     restore = plan_restore(snapshot, usage_limit=0.5)
@@ -82,7 +82,7 @@ def test_an_operator_names_groups() -> None:
     assert plan_restore(snapshot, only={GroupId("nobody")}).dissolutions == ()
 
 
-def test_a_pipeline_that_can_be_nothing_else_stays() -> None:
+def test_a_pipeline_whose_members_lack_memory_for_full_copies_stays() -> None:
     shape = model(8)
     small = [stage("a", 0, 4, shape, kv_bytes=-3000), stage("b", 4, 8, shape, kv_bytes=-3000)]
     restore = plan_restore(Snapshot(shape, (group(shape, *small),)))

@@ -9,7 +9,7 @@ import pytest
 from ballast.common.traffic import Traffic
 from services.planner.policy.candidates import Candidates, Running
 from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
-from services.planner.policy.reserve import Jumps, Reserve, home_tokens, kinds, more
+from services.planner.policy.reserve import Jumps, Reserve, home_tokens, kinds, more, pair_gain
 from tests.unit.planner.policy.test_compare import BLOCKS, EIGHT, PACE, SHAPE, alone, running
 
 FULL = Reserve(parked_count=8, wake_s=1.0)
@@ -43,7 +43,7 @@ def test_under_low_demand_one_instance_leaves_if_it_may() -> None:
 
 
 def test_the_requests_of_a_leaving_unlike_instance_count_on_the_others() -> None:
-    """The two instances differ in speed, so each is the only one of its kind."""
+    """The two instances differ in speed, so each is the only instance of its kind."""
     like = running(alone(("a", "b"), round(0.1 * BLOCKS)), 10)
     slower = like.groups[1].members[0]._replace(slowness=2.0)
     unlike = replace(like, groups=(like.groups[0], like.groups[1]._replace(members=(slower,))))
@@ -61,14 +61,14 @@ def test_memory_is_reserved_for_unpredicted_demand(used: float, leaves: bool) ->
     assert (sized(EIGHT, used, quiet(1.0)).chosen.candidate.added < 0) is leaves
 
 
-def test_small_jumps_that_were_seen_leave_more_of_the_memory_to_be_used() -> None:
+def test_small_observed_jumps_need_a_smaller_reserve() -> None:
     calm = quiet(1.0)
     assert sized(EIGHT, 0.6, calm, replace(FULL, jump=0.5)).chosen.candidate.added < 0
     assert sized(EIGHT, 0.6, calm, replace(FULL, jump=3.0)).chosen.candidate.added == 0
     assert sized(EIGHT, 0.9, calm, replace(FULL, jump=0.1)).chosen.candidate.added == 0, "seven would be full"
 
 
-def test_the_largest_jump_of_some_minutes_is_remembered_and_then_forgotten() -> None:
+def test_the_largest_jump_is_remembered_for_some_minutes() -> None:
     jumps, told, most = Jumps(), list[float](), list[float]()
     for step in range(2000):
         at_s = 0.5 * step
@@ -86,12 +86,12 @@ def test_the_largest_jump_of_some_minutes_is_remembered_and_then_forgotten() -> 
     assert most[400] == pytest.approx(2.2), "a minute later the peak is forgotten"
 
 
-def test_an_instance_that_was_needed_a_moment_ago_stays() -> None:
+def test_a_recently_needed_instance_stays() -> None:
     assert sized(EIGHT, 0.3, quiet(1.0), replace(FULL, jump=0.2, peak=3.0)).chosen.candidate.added < 0
     assert sized(EIGHT, 0.3, quiet(1.0), replace(FULL, jump=0.2, peak=7.5)).chosen.candidate.added == 0
 
 
-def test_as_many_as_came_at_most_in_the_last_minute_may_come_again() -> None:
+def test_the_peak_rate_of_the_last_minute_is_expected_to_recur() -> None:
     load = quiet(10.0, prompt=2000, answer=20)
     found = [
         sized(EIGHT, 0.15, load, replace(FULL, recent_peak_count=count), each=2).chosen.candidate.added
@@ -129,7 +129,7 @@ def test_waking_instances_count() -> None:
     assert sized(EIGHT[:4], 0.95, traffic, waking, each=30).chosen.candidate.added < before
 
 
-def test_a_leave_that_is_undone_brings_its_room_at_once() -> None:
+def test_undoing_a_leave_adds_its_room_at_once() -> None:
     snapshot = running(alone(EIGHT, BLOCKS // 2), 10)
     staying = replace(snapshot, groups=snapshot.groups[:6])
     reserve = Reserve(leaving=tuple(snapshot.groups[6:]), parked_count=2, wake_s=2.0)
@@ -145,3 +145,9 @@ def test_a_leave_that_is_undone_brings_its_room_at_once() -> None:
 def test_part_or_all_of_the_reserve_is_woken() -> None:
     assert [candidate.added for candidate in more(replace(FULL, parked_count=6))] == [1, 2, 4, 6]
     assert more(Reserve()) == []
+
+
+def test_a_model_with_one_layer_gains_nothing_from_pairs() -> None:
+    snapshot = running(alone(("a", "b"), 0), 1)
+    assert pair_gain(snapshot) > 1.0
+    assert pair_gain(replace(snapshot, model=replace(SHAPE, layer_parameter_bytes=(1 << 20,)))) == 1.0

@@ -48,7 +48,7 @@ def test_the_member_with_most_kv_leads_and_takes_the_larger_part() -> None:
     assert ranges(Splitter(shape).split([full("a", shape, 10), full("b", shape, 90)])) == [("b", 0, 3), ("a", 3, 5)]
 
 
-def test_capacity_is_given_up_for_less_exchange_within_the_tolerance_only() -> None:
+def test_capacity_is_traded_for_less_exchange_only_within_the_tolerance() -> None:
     # Five layers leave 1800 bytes for the KV of each layer, six leave 1333 (26 % less), seven 1000 (44 % less).
     shape = model(10)
     members = [full("a", shape, 10), full("b", shape, 90)]
@@ -77,7 +77,7 @@ def test_in_merged_pipelines_members_execute_layers_that_they_hold() -> None:
     assert [s.last_layer - s.first_layer for s in found] == [2, 2, 2, 2]
 
 
-def test_a_full_copy_stands_between_the_parts_of_a_pipeline() -> None:
+def test_a_full_copy_is_placed_between_the_parts_of_a_pipeline() -> None:
     shape = model(6)
     members = [stage("a", 0, 2, shape), stage("b", 2, 6, shape), stage("z", 0, 6, shape)]
     found = ranges(Splitter(shape).split([SplitMember(m, 0) for m in members]))

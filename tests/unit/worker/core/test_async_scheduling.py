@@ -38,14 +38,14 @@ def test_the_token_in_flight_is_the_input_of_the_next_batch() -> None:
     assert sum(IN_FLIGHT in part.token_ids for each in made.executed for part in each.batch.slices) == 3
 
 
-def test_nothing_is_computed_behind_a_last_token_by_count() -> None:
+def test_nothing_is_computed_after_the_last_token_by_count() -> None:
     made = driver()
     made.submit(PROMPT, greedy(1))
     made.want_batch()
     assert not made.may_want
 
 
-def test_a_row_behind_the_end_is_thrown_away_and_its_blocks_stay_until_then() -> None:
+def test_a_row_after_the_end_is_discarded_and_its_blocks_are_held_until_then() -> None:
     made = driver(block_tokens=1)
     stop = next_token([*PROMPT])
     key = made.submit(PROMPT, greedy(9, stop_token_ids=(stop,)))
@@ -64,7 +64,7 @@ def test_a_row_behind_the_end_is_thrown_away_and_its_blocks_stay_until_then() ->
     made.assert_empty()
 
 
-def test_a_prompt_goes_on_behind_its_chunk() -> None:
+def test_a_prompt_continues_after_its_chunk_in_flight() -> None:
     made = driver(max_batch_tokens=4)
     key = made.submit(tuple(range(10)), greedy(2))
     assert [slices(made) for _ in range(2)] == [
@@ -112,7 +112,7 @@ def test_preemption_waits_until_nothing_is_in_flight() -> None:
         assert tuple(made.received[key].token_ids) == made.expected(key, PROMPT).token_ids
 
 
-def test_the_sequences_of_a_failed_step_leave_the_one_behind_it() -> None:
+def test_sequences_of_a_failed_step_leave_the_next_one() -> None:
     made = driver()
     lost = made.submit(PROMPT, greedy(9))
     made.want_batch()
@@ -138,7 +138,7 @@ def test_an_abort_in_both_batches() -> None:
     made.assert_empty()
 
 
-def test_offline_work_goes_ahead_too() -> None:
+def test_offline_work_is_launched_ahead_too() -> None:
     made = driver()
     key = made.submit(PROMPT, greedy(9), priority=PriorityClass.BATCH)
     made.want_batch()
@@ -147,7 +147,7 @@ def test_offline_work_goes_ahead_too() -> None:
     assert tuple(made.received[key].token_ids) == made.expected(key, PROMPT).token_ids
 
 
-def test_a_lone_batch_at_a_time_without_the_setting() -> None:
+def test_without_the_setting_one_batch_is_in_flight_at_a_time() -> None:
     made = Driver(limits(), 64)
     made.open(1)
     made.submit(PROMPT, greedy(4))

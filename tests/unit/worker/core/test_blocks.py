@@ -20,7 +20,7 @@ def test_a_table_grows_by_whole_blocks_and_stays_the_same_object_until_then() ->
     book.check()
 
 
-def test_the_lowest_free_ids_are_given_first_so_that_the_tail_stays_empty() -> None:
+def test_the_lowest_free_ids_are_allocated_first_so_that_the_tail_stays_empty() -> None:
     book = BlockBook(8, 1)
     book.hold(1, 2)
     book.hold(2, 3)
@@ -31,7 +31,7 @@ def test_the_lowest_free_ids_are_given_first_so_that_the_tail_stays_empty() -> N
     book.check()
 
 
-def test_freed_blocks_are_free_once() -> None:
+def test_freed_blocks_become_free_exactly_once() -> None:
     book = BlockBook(4, 1)
     book.hold(1, 3)
     assert book.release(1) == 3
@@ -41,7 +41,7 @@ def test_freed_blocks_are_free_once() -> None:
     book.check()
 
 
-def test_more_than_there_is_is_a_bug_of_the_caller() -> None:
+def test_allocating_more_than_the_free_blocks_is_a_bug_of_the_caller() -> None:
     book = BlockBook(2, 4)
     with pytest.raises(InvariantViolation, match="sequence 7 needs 3 blocks, but 2 of 2 are free"):
         book.hold(7, 9)
@@ -65,7 +65,7 @@ def test_growing_appends_ids_at_the_end() -> None:
         ([1, 2, 3, 4], {1: (0,)}, "the free list holds block 4, outside of 0 to 3"),
     ],
 )
-def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], why: str) -> None:
+def test_check_detects_damage(free: list[int], tables: dict[int, tuple[int, ...]], why: str) -> None:
     book = BlockBook(4, 1)
     book._fresh, book._returned, book._tables = 4, free, tables
     with pytest.raises(InvariantViolation, match=why):
@@ -114,7 +114,7 @@ actions = st.sampled_from(["cover", "cover", "free", "trim", "grow", "shrink"])
 
 
 @given(st.lists(st.tuples(actions, st.integers(1, 4), st.integers(0, 30)), max_size=40))
-def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: list[tuple[str, int, int]]) -> None:
+def test_the_lowest_free_ids_are_allocated_in_any_history(history: list[tuple[str, int, int]]) -> None:
     """Compares the book with a plain set of free ids."""
     book, free, tables = BlockBook(12, 3), set(range(12)), dict[int, tuple[int, ...]]()
     for action, sequence_id, amount in history:
@@ -148,7 +148,7 @@ def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: lis
         assert all(book.table(i) == each for i, each in tables.items())
 
 
-def test_a_large_book_of_which_little_is_held_is_small() -> None:
+def test_a_large_book_with_few_used_blocks_is_small() -> None:
     book = BlockBook(10**9, 16)
     book.hold(1, 1000)
     book.release(1)

@@ -19,7 +19,7 @@ def flooded(block_count: int = 16, max_running_count: int = 32) -> Driver:
     return made
 
 
-def test_a_newcomer_of_another_caller_takes_blocks_at_once() -> None:
+def test_a_new_sequence_of_another_caller_gets_blocks_at_once() -> None:
     made = flooded()
     count = len(running(made))
     made.submit(prompt(6), greedy(3), caller=FEW)
@@ -30,7 +30,7 @@ def test_a_newcomer_of_another_caller_takes_blocks_at_once() -> None:
     made.assert_empty()
 
 
-def test_a_newcomer_of_the_same_caller_waits() -> None:
+def test_a_new_sequence_of_the_same_caller_waits() -> None:
     made = flooded()
     before = running(made)
     made.submit(prompt(6), greedy(3), caller=FLOOD)
@@ -38,7 +38,7 @@ def test_a_newcomer_of_the_same_caller_waits() -> None:
     assert running(made) == before
 
 
-def test_a_newcomer_takes_a_place_where_these_are_short() -> None:
+def test_a_new_sequence_takes_a_place_if_places_are_short() -> None:
     made = flooded(block_count=60, max_running_count=4)
     assert running(made) == [FLOOD] * 4
     made.submit(prompt(3), greedy(3), caller=FEW)

@@ -138,7 +138,7 @@ def test_room_may_be_granted_before_links_are_up(before_the_plan: bool) -> None:
     assert transition.handle(LinksUp(0.0, NEW)) == [LoadLayers(NEW, 12)]
 
 
-def test_a_group_whose_leader_has_committed_already_gives_more_of_its_room() -> None:
+def test_a_group_whose_leader_has_committed_grants_more_of_its_room() -> None:
     transition = loading(W2)
     assert transition.handle(RoomGranted(0.0, NEW, 9)) == [ShrinkGroup(NEW, 9)]
     transition.handle(MemoryReady(0.0, NEW))
@@ -160,7 +160,7 @@ def test_the_effects_of_an_aborted_preparation_are_undone(
 
 
 @pytest.mark.parametrize("undone_first", [True, False])
-def test_a_preparation_that_fails_is_undone_before_or_after_the_planner_hears_of_it(undone_first: bool) -> None:
+def test_a_failed_preparation_is_undone_before_or_after_the_planner_learns_of_it(undone_first: bool) -> None:
     transition = loading(W1)
     assert transition.handle(PreparationFailed(0.0, NEW, "no source has layer 3")) == []
     assert (transition.phase, transition.undoing) == (Phase.FAILED, True)
@@ -170,7 +170,7 @@ def test_a_preparation_that_fails_is_undone_before_or_after_the_planner_hears_of
     assert (transition.phase, transition.undoing) == (Phase.ABORTED, False)
 
 
-def test_an_abort_that_comes_too_late_lets_the_group_give_way() -> None:
+def test_an_abort_after_the_commit_ends_the_group_early() -> None:
     transition = committed(W0)
     assert transition.handle(AbortRequested(0.0, NEW, "demand is back")) == []
     assert transition.draining is not None
@@ -178,7 +178,7 @@ def test_an_abort_that_comes_too_late_lets_the_group_give_way() -> None:
     assert transition.phase is Phase.EXCHANGING
 
 
-def test_a_follower_is_done_when_the_group_has_ended_and_all_have_said_so() -> None:
+def test_a_follower_is_done_when_the_group_has_ended_and_all_have_reported_it() -> None:
     transition = committed(W1)
     assert transition.handle(EpochEnded(0.0, NEW, W0)) == ends(W1)
     assert transition.handle(EpochEnded(0.0, NEW, W0)) == []
@@ -187,8 +187,8 @@ def test_a_follower_is_done_when_the_group_has_ended_and_all_have_said_so() -> N
     assert is_done_when_led(transition, (W0, W2))
 
 
-def test_nothing_is_led_before_the_group_has_ended_here() -> None:
-    """The engine may still hold the sequences that are handed over, since it was a stage of their group."""
+def test_handed_over_sequences_wait_until_the_group_has_ended_here() -> None:
+    """The engine, which was a stage of the group, may still hold the sequences that are handed over."""
     transition = committed(W2)
     for other in (W0, W1):
         assert transition.handle(HandoverReceived(0.0, NEW, other, ())) == []
@@ -196,7 +196,7 @@ def test_nothing_is_led_before_the_group_has_ended_here() -> None:
     assert is_done_when_led(transition, (W0, W1))
 
 
-def test_the_group_may_have_ended_before_a_follower_hears_of_the_commit() -> None:
+def test_the_group_may_end_before_a_follower_learns_of_the_commit() -> None:
     transition = prepared(W1)
     assert transition.handle(EpochEnded(0.0, NEW, W0)) == []
     for other in (W0, W2):
@@ -222,7 +222,7 @@ def test_kv_of_the_remaining_requests_is_exchanged() -> None:
     assert transition.phase is Phase.DONE
 
 
-def test_a_sequence_resumes_when_the_blocks_that_it_shares_are_there() -> None:
+def test_a_sequence_resumes_when_its_shared_blocks_have_arrived() -> None:
     transition = committed(W1)
     first, second, third = Victim(7, 20, W0), Victim(8, 20, W0, (), 7, 1), Victim(9, 20, W0, (), 8, 1)
     transition.handle(EpochEnded(0.0, NEW, W0))
@@ -248,7 +248,7 @@ def test_a_leader_that_loses_a_follower_empties_the_group() -> None:
     assert is_done_when_led(transition, (W2,))
 
 
-def test_followers_without_their_leader_serve_on() -> None:
+def test_followers_without_their_leader_continue_to_serve() -> None:
     transition = committed(W1)
     assert transition.handle(PeerLost(0.0, W0, "gone")) == ends(W1, W0)
     assert transition.handle(HandoverReceived(0.0, NEW, W2, ())) == [Lead(NEW, ())]
@@ -256,7 +256,7 @@ def test_followers_without_their_leader_serve_on() -> None:
     assert transition.handle(PeerLost(0.0, W2, "gone, too")) == []
 
 
-def test_a_member_may_be_lost_after_the_end_as_long_as_no_kv_is_to_come_from_it() -> None:
+def test_losing_a_member_after_the_end_is_harmless_if_it_sends_no_kv() -> None:
     transition, victim = committed(W1), Victim(7, 20, W0)
     transition.handle(EpochEnded(0.0, NEW, W0))
     assert transition.handle(HandoverReceived(0.0, NEW, W0, (victim,))) == []
@@ -265,7 +265,7 @@ def test_a_member_may_be_lost_after_the_end_as_long_as_no_kv_is_to_come_from_it(
     assert is_done_when_led(transition, (W0,))
 
 
-def test_a_member_from_which_kv_is_to_come_takes_the_others_along() -> None:
+def test_losing_a_member_that_sends_kv_fails_the_transition() -> None:
     transition, victim = committed(W1), Victim(7, 20, W0)
     transition.handle(EpochEnded(0.0, NEW, W0))
     transition.handle(HandoverReceived(0.0, NEW, W2, ()))
@@ -275,7 +275,7 @@ def test_a_member_from_which_kv_is_to_come_takes_the_others_along() -> None:
     assert transition.phase is Phase.FAILED
 
 
-def test_before_the_commit_a_lost_member_is_a_restore_that_fails() -> None:
+def test_losing_a_member_before_the_commit_fails_the_restore() -> None:
     transition = prepared(W0)
     said: list[Command] = transition.handle(PeerLost(0.0, W2, "gone"))
     assert [type(command).__name__ for command in said] == ["WithdrawRoom"]
@@ -299,7 +299,7 @@ ALONE = Plan(TransitionKind.RESTORE, Layout(NEW, LAYERS, (), ""), Layout(Epoch(4
         (ALONE, Epoch(4), None, False, True, Reception.IGNORE),
     ],
 )
-def test_a_plan_is_taken_unless_it_is_old_or_is_so_already_or_the_group_is_counted_as_lost(
+def test_a_plan_is_accepted_unless_it_is_old_or_already_in_force_or_its_group_is_lost(
     plan: Plan, newest: Epoch, transition: Transition | None, in_group: bool, is_whole: bool, expected: Reception
 ) -> None:
     assert reception(plan, W0, newest, transition, in_group=in_group, is_whole=is_whole) is expected

@@ -1,4 +1,4 @@
-"""A worker that serves alone while the group that it was a stage of drains."""
+"""A worker serves alone while the group in which it was a stage drains."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def ending(leader: Leader, handle: int) -> w.Ending | None:
     return next((e for emit in leader.emits for e in emit.endings if e.handle == handle), None)
 
 
-def test_new_requests_run_in_the_own_lane_and_the_lanes_alternate() -> None:
+def test_new_requests_run_in_the_workers_own_lane_and_the_lanes_alternate() -> None:
     leader = dissolving("old")
     new = leader.submit("new")
     formed = [leader.batch() for _ in range(2)]
@@ -73,7 +73,7 @@ def test_new_requests_run_in_the_own_lane_and_the_lanes_alternate() -> None:
     assert turns == [True, False] * 3
 
 
-def test_a_result_is_of_the_lane_that_has_sent_the_batch_whichever_lands_first() -> None:
+def test_a_result_belongs_to_the_lane_of_its_batch_in_any_order() -> None:
     leader = dissolving("old")
     old, new = leader.submit("new")._replace(handle=1), leader.submit("too")._replace(handle=2)
     of_pipeline, own = leader.batch(), leader.batch()
@@ -84,7 +84,7 @@ def test_a_result_is_of_the_lane_that_has_sent_the_batch_whichever_lands_first()
     assert (leader.heard(old)[0][-1], leader.heard(new)[0]) == (8, [9])
 
 
-def test_a_follower_has_one_lane_its_own() -> None:
+def test_a_follower_has_only_its_own_lane() -> None:
     leader = Leader(stages=2)
     leader.feed(w.RoleChanged(leader.at_s, leads=False))
     open_group(leader)
@@ -178,7 +178,7 @@ def test_a_sequence_handed_over_as_tokens_frees_its_kv_and_others_stay() -> None
     assert heir.core.sequence_ids == (1,), "its request has not arrived yet"
     heir.submit("old", output=(5, 5, 5), expects=True)
     assert heir.core.kept_count == 0
-    assert heir.core.sequence_ids == (1, 2), "the new worker gives the sequence an id of its own"
+    assert heir.core.sequence_ids == (1, 2), "the new worker assigns its own id to the sequence"
     assert heir.core.group_scheduler.sequence_ids == (2,)
 
 
@@ -218,7 +218,7 @@ def test_a_sequence_in_flight_cannot_leave() -> None:
     assert {s.sequence_id for s in group_scheduler.may_leave(running=True)} == {1, 2} - flying
 
 
-def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
+def test_lost_batches_have_no_results_and_all_sequences_continue() -> None:
     leader = dissolving("old", "other")
     leader.batch()
     assert leader.core.in_flight_count == 1
@@ -231,7 +231,7 @@ def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
     assert sorted(leader.step()) == [1, 2]
 
 
-def test_a_lane_is_closed_when_nothing_is_in_it_and_its_counts_go_on() -> None:
+def test_an_empty_lane_is_closed_and_its_counts_are_kept() -> None:
     leader = dissolving("old", "other")
     with pytest.raises(InvariantViolation, match="a group is closed with 2 sequences"):
         leader.core.handle(w.GroupClosed(leader.at_s))
@@ -251,12 +251,12 @@ def test_the_counts_of_a_lane_outlive_it() -> None:
     assert leader.core.load(leader.at_s, MEMORY).preemptions_total == leader.core.totals.preemptions
 
 
-def test_nothing_is_foreseen_while_two_lanes_take_turns() -> None:
+def test_nothing_is_predicted_while_two_lanes_alternate() -> None:
     leader = dissolving("old", stages=1)
     assert leader.core.plain_steps() is None
 
 
-def test_a_group_that_is_lost_takes_both_lanes_with_it() -> None:
+def test_losing_the_group_ends_both_lanes() -> None:
     leader = dissolving("old")
     leader.submit("new")
     leader.batch()

@@ -55,7 +55,7 @@ def test_a_late_repeated_or_unknown_abort_changes_nothing() -> None:
     assert made.core.totals.stale_events == 3
 
 
-def test_a_closed_stream_takes_its_requests_with_it_and_leaves_the_others() -> None:
+def test_closing_a_stream_ends_its_requests_only() -> None:
     made = driver(max_running_count=2)
     made.open(2)
     mine = [made.submit(prompt(3), greedy(4), stream_id=1) for _ in range(3)]
@@ -76,7 +76,7 @@ def test_messages_of_a_closed_stream_are_ignored() -> None:
     assert made.core.totals.stale_events == 1
 
 
-def test_a_handle_that_comes_twice_is_taken_once() -> None:
+def test_a_repeated_handle_is_accepted_once() -> None:
     made = driver()
     key = made.submit(prompt(3), greedy(1))
     again = w.Submitted(
@@ -109,7 +109,7 @@ def test_a_batch_excludes_requests_past_their_deadline() -> None:
     assert ending(made, key).finish_reason is FinishReason.DEADLINE
 
 
-def test_a_request_that_comes_too_late_never_runs() -> None:
+def test_a_request_that_arrives_after_its_deadline_never_runs() -> None:
     made = driver()
     made.at_s = 5.0
     key = made.submit(prompt(3), deadline_at_s=5.0)
@@ -154,7 +154,7 @@ def test_the_model_length_ends_a_request() -> None:
     assert ending(made, key).finish_reason is FinishReason.LENGTH
 
 
-def test_text_held_back_comes_complete_at_a_deadline() -> None:
+def test_held_back_text_is_released_at_a_deadline() -> None:
     made = driver()
     stop = tuple(p + "zz" for p in ("a", "b", "c", "é", " "))  # so that any last character may begin a stop string
     key = made.submit(prompt(4), greedy(30, stop=stop), deadline_at_s=1.0)
@@ -167,7 +167,7 @@ def test_text_held_back_comes_complete_at_a_deadline() -> None:
 # ---------------------------------------------------------------- attempts
 
 
-def test_a_resumed_request_goes_on_where_it_was_and_repeats_no_text() -> None:
+def test_a_resumed_request_continues_where_it_was_and_repeats_no_text() -> None:
     made = driver()
     whole = undisturbed(prompt(5), greedy(12), made.limits.max_model_len)
     text = "".join(piece(t) for t in whole.token_ids[:7])
@@ -177,7 +177,7 @@ def test_a_resumed_request_goes_on_where_it_was_and_repeats_no_text() -> None:
     assert made.received[key].text == whole.text[len(text) - 1 :]
 
 
-def test_a_resumed_request_with_nothing_left_to_do_ends_at_once_with_its_last_text() -> None:
+def test_a_complete_resumed_request_ends_at_once_with_its_last_text() -> None:
     made = driver()
     whole = undisturbed(prompt(5), greedy(6), made.limits.max_model_len)
     key = made.submit(prompt(5), greedy(6), output=whole.token_ids, delivered_chars=1)
@@ -208,7 +208,7 @@ def test_an_idle_worker_is_drained_at_once() -> None:
     assert made.core.is_drained
 
 
-def test_draining_waits_for_the_step_of_a_request_that_has_gone() -> None:
+def test_draining_waits_for_the_step_of_an_aborted_request() -> None:
     made = driver()
     key = made.submit(prompt(3))
     made.want_batch()

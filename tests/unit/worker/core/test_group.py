@@ -12,7 +12,7 @@ from tests.support.worker_core import MEMORY, greedy
 # ---------------------------------------------------------------- several batches in flight
 
 
-def test_there_is_a_batch_in_flight_per_stage_and_no_sequence_is_in_two() -> None:
+def test_one_batch_per_stage_is_in_flight_and_no_sequence_is_in_two() -> None:
     leader = Leader(stages=3, max_running_count=4, max_batch_tokens=16)
     for number in range(6):
         leader.submit(f"r{number}")
@@ -32,7 +32,7 @@ def test_there_is_a_batch_in_flight_per_stage_and_no_sequence_is_in_two() -> Non
     assert leader.core.in_flight_count == 3
 
 
-def test_while_others_wait_as_many_batches_more_may_be_in_flight_as_the_policy_asks_for() -> None:
+def test_while_sequences_wait_the_policy_may_allow_additional_batches_in_flight() -> None:
     views: list[PipelineView] = []
 
     def form(view: PipelineView) -> Share:
@@ -45,14 +45,14 @@ def test_while_others_wait_as_many_batches_more_may_be_in_flight_as_the_policy_a
     flying = [leader.batch() for _ in range(3)]
     assert all(flying)
     assert [(view.in_flight_count, view.waiting_count) for view in views] == [(0, 1), (1, 1), (2, 1)]
-    assert not leader.core.has_work  # with three in flight
+    assert not leader.core.has_work  # three batches are in flight
     leader.done(flying[0])
     leader.feed(w.Aborted(leader.at_s, keys[-1]))
     assert leader.core.in_flight_count == 2
     assert not leader.core.has_work  # no sequence waits: one batch for each stage
 
 
-def test_a_microbatch_is_not_kept_small_for_those_that_wait_until_prompts_before_them_are_computed() -> None:
+def test_microbatches_are_not_kept_small_for_sequences_that_wait_for_earlier_prompts() -> None:
     views: list[PipelineView] = []
 
     def form(view: PipelineView) -> Share:
@@ -74,7 +74,7 @@ def test_a_microbatch_is_not_kept_small_for_those_that_wait_until_prompts_before
     assert views[-1].lacks_room
 
 
-def test_results_come_in_the_order_of_the_batches() -> None:
+def test_results_arrive_in_the_order_of_the_batches() -> None:
     leader = Leader(stages=2, max_running_count=4, max_batch_tokens=4)
     leader.submit("a")
     leader.submit("b")
@@ -101,7 +101,7 @@ def test_a_sequence_that_needs_a_block_in_flight_skips_a_batch() -> None:
     assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1  # the second was preempted, between two batches
 
 
-def test_an_aborted_sequence_is_removed_by_the_next_batch_while_others_fly() -> None:
+def test_an_aborted_sequence_is_removed_by_the_next_batch_while_others_are_in_flight() -> None:
     leader = Leader(stages=2, max_running_count=4, max_batch_tokens=4)
     gone = leader.submit("gone")
     leader.submit("stays")
@@ -116,7 +116,7 @@ def test_an_aborted_sequence_is_removed_by_the_next_batch_while_others_fly() -> 
     assert leader.heard(gone)[0] == []
 
 
-def test_ids_follow_on_the_first_one() -> None:
+def test_sequence_ids_continue_from_the_first_one() -> None:
     leader = Leader(ordinal=7)
     leader.submit()
     assert leader.core.sequence_ids == ((7 << 32) + 1,)
@@ -125,7 +125,7 @@ def test_ids_follow_on_the_first_one() -> None:
 # ---------------------------------------------------------------- capacity
 
 
-def test_a_smaller_group_preempts_the_latest_and_says_when_it_has_settled() -> None:
+def test_a_smaller_group_preempts_the_latest_and_reports_when_it_has_settled() -> None:
     leader = Leader(8, block_tokens=4)
     for number in range(4):
         leader.submit(f"r{number}", (1, 2, 3, 4, 5))  # two blocks each
@@ -207,7 +207,7 @@ def _step(leader: Leader) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_prompts_take_little_of_a_batch_beside_decodes_while_that_is_wanted(stages: int) -> None:
+def test_prompts_alongside_decodes_can_be_limited(stages: int) -> None:
     leader = Leader(64, stages=stages, block_tokens=4, max_batch_tokens=32)
     leader.submit("old")
     leader.step()
@@ -223,7 +223,7 @@ def test_prompts_take_little_of_a_batch_beside_decodes_while_that_is_wanted(stag
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_many_prompts_are_not_put_off_for_long_by_a_limit(stages: int) -> None:
+def test_a_limit_does_not_delay_many_prompts_for_long(stages: int) -> None:
     leader = Leader(128, stages=stages, block_tokens=4, max_batch_tokens=64, max_running_count=8)
     leader.submit("old")
     leader.step()
@@ -248,7 +248,7 @@ def test_prompts_fill_the_batch_if_there_are_no_decodes() -> None:
     assert _step(leader) == {1: 1, 2: 20}
 
 
-def test_prompts_are_limited_in_every_batch_while_another_group_decodes_beside() -> None:
+def test_prompts_are_limited_in_every_batch_while_another_group_decodes() -> None:
     leader = Leader(64, block_tokens=4, max_batch_tokens=32)
     leader.feed(w.PrefillLimited(leader.at_s, 3, always=True))
     leader.submit("a", tuple(range(1, 13)))
@@ -258,7 +258,7 @@ def test_prompts_are_limited_in_every_batch_while_another_group_decodes_beside()
     assert _step(leader) == {1: 1, 2: 20}
 
 
-def test_a_limit_may_be_for_so_many_batches_with_prompts() -> None:
+def test_a_limit_may_apply_to_a_number_of_batches_with_prompts() -> None:
     leader = Leader(64, block_tokens=4, max_batch_tokens=32)
     leader.submit("a")
     leader.step()
@@ -268,7 +268,7 @@ def test_a_limit_may_be_for_so_many_batches_with_prompts() -> None:
     assert [_step(leader) for _ in range(3)] == [{1: 1, 2: 3}, {1: 1, 2: 3}, {1: 1, 2: 6}]
 
 
-def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> None:
+def test_few_sequences_are_not_delayed_for_balance_while_a_transition_is_prepared() -> None:
     def form(view: PipelineView) -> Share:
         ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.completed_step_id]
         return [(i, view.candidates[i].token_count - view.candidates[i].computed_tokens) for i in ready[:put_in]]
@@ -291,7 +291,7 @@ def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> N
 # ---------------------------------------------------------------- KV in transit
 
 
-def test_a_suspended_sequence_is_left_out_and_goes_on_where_it_was() -> None:
+def test_a_suspended_sequence_is_left_out_and_continues_where_it_was() -> None:
     leader = Leader()
     key = leader.submit()
     leader.step()
@@ -309,7 +309,7 @@ def test_a_suspended_sequence_is_left_out_and_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("suspended", [True, False])
-def test_lost_kv_is_computed_again(suspended: bool) -> None:
+def test_lost_kv_is_recomputed(suspended: bool) -> None:
     leader = Leader()
     leader.submit()
     leader.step()
@@ -332,7 +332,7 @@ def test_kv_of_a_sequence_in_flight_cannot_be_lost() -> None:
 
 
 @pytest.mark.parametrize("landed", [w.KvArrived, w.KvLost])
-def test_blocks_that_kv_travels_into_stay_taken_when_the_request_ends(landed: type[w.KvArrived | w.KvLost]) -> None:
+def test_blocks_that_receive_kv_stay_in_use_when_the_request_ends(landed: type[w.KvArrived | w.KvLost]) -> None:
     leader = Leader()
     key = leader.submit()
     leader.step()
@@ -384,8 +384,8 @@ def test_a_sequence_waiting_for_room_holds_no_blocks() -> None:
 
 
 def test_blocks_of_removed_sequences_are_not_reserved_before_the_next_batch() -> None:
-    """The reservation of the sequence is released at once, its table by the next batch. Only blocks that are free in
-    both can be reserved.
+    """A removed sequence's reservation is released at once, but its table only by the next batch. Only blocks that are
+    free in both can be reserved.
     """
     leader = Leader(4, block_tokens=4, max_running_count=4)
     gone = leader.submit("gone", (1, 2, 3, 4, 5, 6, 7))

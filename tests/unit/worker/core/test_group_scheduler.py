@@ -1,4 +1,4 @@
-"""A group scheduler by itself: no streams, no dispatchers, no stop rules."""
+"""A group scheduler on its own: no streams, no dispatchers, no stop rules."""
 
 import pytest
 
@@ -83,7 +83,7 @@ def test_a_sequence_runs_until_its_owner_ends_it() -> None:
 def test_the_owner_is_notified_of_a_sequence_that_outgrew_the_cache() -> None:
     owner = Owner(2)
     owner.enter(1, 5)
-    owner.enter(2, 2)  # waits
+    owner.enter(2, 2)  # waits for blocks
     assert [owner.step() for _ in range(4)] == [[1]] * 4
     assert owner.ended == []
     assert owner.step() == [2]
@@ -129,7 +129,7 @@ def test_a_group_of_more_stages_takes_more_batches_and_has_no_sequences_yet() ->
         owner.group_scheduler.demand_place()
 
 
-def test_a_group_that_is_lost_leaves_nothing() -> None:
+def test_a_lost_group_leaves_nothing() -> None:
     owner = Owner(8)
     travelling, flying = owner.enter(1, 3), owner.enter(2, 3)
     owner.step()

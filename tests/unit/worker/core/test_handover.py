@@ -15,7 +15,7 @@ from tests.support.worker_core import MEMORY, greedy
 OUTPUT = (5, 5, 5)  # tokens that a request has after `handed_over(steps=3)`
 
 
-def test_dispatchers_hear_where_their_requests_go_and_the_rest_stays() -> None:
+def test_dispatchers_are_notified_of_moved_requests_and_the_others_stay() -> None:
     leader = Leader()
     keys = [leader.submit(f"r{number}") for number in range(3)]
     leader.step()
@@ -32,7 +32,7 @@ def test_dispatchers_hear_where_their_requests_go_and_the_rest_stays() -> None:
     assert leader.core.totals.moved == 2
 
 
-def test_nothing_changes_hands_in_mid_step() -> None:
+def test_nothing_is_handed_over_during_a_step() -> None:
     _, snapshots = handed_over()
     leader = Leader()
     leader.submit()
@@ -47,7 +47,7 @@ def test_nothing_changes_hands_in_mid_step() -> None:
             leader.core.handle(event)
 
 
-def test_nothing_is_handed_over_while_its_kv_travels() -> None:
+def test_nothing_is_handed_over_while_its_kv_is_in_transit() -> None:
     leader = Leader()
     leader.submit()
     leader.step()
@@ -72,7 +72,7 @@ def test_a_follower_refuses_new_requests_and_adopts_none() -> None:
     ending = leader.heard(leader.submit("new"))[2]
     assert ending is not None
     assert ending.refused
-    with pytest.raises(InvariantViolation, match="a follower is handed sequences over"):
+    with pytest.raises(InvariantViolation, match="sequences are handed over to a follower"):
         leader.core.handle(w.Adopted(leader.at_s, snapshots))
 
 
@@ -112,7 +112,7 @@ def test_request_and_kv_may_arrive_in_either_order(first: str, travels: bool) ->
     assert leader.core.totals.prompt_tokens == 0, "its prompt was computed elsewhere"
 
 
-def test_kv_may_be_complete_before_its_request_comes() -> None:
+def test_kv_may_be_complete_before_its_request_arrives() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots, travels=True)
@@ -123,7 +123,7 @@ def test_kv_may_be_complete_before_its_request_comes() -> None:
     assert leader.step(6) == [snapshots[0].sequence_id]
 
 
-def test_a_client_that_resumes_by_another_dispatcher_finds_the_kv_too() -> None:
+def test_a_client_that_resumes_through_another_dispatcher_finds_the_kv_too() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
@@ -159,7 +159,7 @@ def test_a_request_with_other_tokens_does_not_get_the_kv(
 
 
 @pytest.mark.parametrize("first", ["snapshot", "request"])
-def test_a_request_without_kv_waits_for_the_word_that_there_is_none(first: str) -> None:
+def test_a_request_without_kv_waits_for_the_notice_that_there_is_none(first: str) -> None:
     old = Leader(max_running_count=1)
     old.submit("runs")
     old.submit("waits")
@@ -181,7 +181,7 @@ def test_a_request_without_kv_waits_for_the_word_that_there_is_none(first: str) 
 
 
 @pytest.mark.parametrize("how", ["last", "timeout"])
-def test_a_request_that_waits_in_vain_is_computed_again(how: str) -> None:
+def test_a_request_that_waits_in_vain_is_recomputed(how: str) -> None:
     leader = Leader(ordinal=2)
     key = leader.submit("r", output=(5, 5), expects=True)
     if how == "last":
@@ -201,7 +201,7 @@ def test_a_request_that_waits_in_vain_is_computed_again(how: str) -> None:
 
 @pytest.mark.parametrize("first", ["KV", "request"])
 @pytest.mark.parametrize("how", ["lost at once", "lost on its way"])
-def test_kv_that_will_not_come_is_computed_again(how: str, first: str) -> None:
+def test_kv_that_will_not_arrive_is_recomputed(how: str, first: str) -> None:
     _, snapshots = handed_over(steps=3)
     sequence_id = snapshots[0].sequence_id
     leader = Leader(ordinal=2)
@@ -234,7 +234,7 @@ def test_a_request_whose_handover_never_reaches_a_follower_is_refused() -> None:
 
 
 @pytest.mark.parametrize("way", ["abort", "deadline", "close", "move"])
-def test_a_request_that_waits_for_its_kv_can_leave(way: str) -> None:
+def test_a_request_that_waits_for_its_kv_can_be_aborted(way: str) -> None:
     leader = Leader(ordinal=2)
     key = leader.submit("r", output=(5,), expects=True, deadline_at_s=leader.at_s + 1.0)
     leaving: dict[str, w.Event] = {
@@ -284,7 +284,7 @@ def test_an_aborted_request_frees_its_kv(travels: bool) -> None:
     assert (leader.core.kept_count, reserved(leader)) == (0, 0)
 
 
-def test_a_request_that_has_nothing_left_to_do_frees_its_kv() -> None:
+def test_a_complete_request_frees_its_kv() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
@@ -308,7 +308,7 @@ def test_unclaimed_kv_is_preempted_like_running_sequences() -> None:
     assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1
 
 
-def test_a_second_drop_sends_kv_without_a_request_along() -> None:
+def test_a_second_drop_also_sends_kv_without_a_request() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
@@ -324,7 +324,7 @@ def test_a_second_drop_sends_kv_without_a_request_along() -> None:
     assert third.step() == [moved.sequence_id]
 
 
-def test_kv_without_a_request_travels_to_other_stages_of_its_leader() -> None:
+def test_kv_without_a_request_is_sent_to_other_stages_of_its_leader() -> None:
     _, snapshots = handed_over(steps=3)
     sequence_id = snapshots[0].sequence_id
     leader = Leader(ordinal=2)
@@ -337,7 +337,7 @@ def test_kv_without_a_request_travels_to_other_stages_of_its_leader() -> None:
     assert leader.step() == [sequence_id]
 
 
-def test_a_group_that_dissolves_keeps_no_kv_for_requests_to_come() -> None:
+def test_a_dissolving_group_keeps_no_unclaimed_kv() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2, stages=2)
     leader.adopt(snapshots)
@@ -350,7 +350,7 @@ def test_a_group_that_dissolves_keeps_no_kv_for_requests_to_come() -> None:
     assert execute.batch.slices[0].token_ids == (1, 2, 3, *OUTPUT)
 
 
-def test_a_group_that_is_lost_takes_all_kv_with_it() -> None:
+def test_a_lost_group_loses_all_kv() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
@@ -376,7 +376,7 @@ def test_a_stop_string_that_spans_the_move_is_found() -> None:
     assert leader.heard(key) == ([5], "", w.Ending(key.handle, FinishReason.STOP, "aba"))
 
 
-def test_seniority_is_told_in_seconds_not_in_instants() -> None:
+def test_seniority_is_sent_in_seconds_not_as_an_instant() -> None:
     old = Leader(ordinal=5, max_running_count=1)
     old.submit("runs")
     old.submit("waits")
@@ -394,7 +394,7 @@ def test_seniority_is_told_in_seconds_not_in_instants() -> None:
     assert leader.step() == [snapshots[0].sequence_id]
 
 
-def test_a_handover_that_comes_twice_is_taken_once() -> None:
+def test_a_repeated_handover_is_adopted_once() -> None:
     _, snapshots = handed_over()
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)

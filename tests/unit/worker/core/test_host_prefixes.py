@@ -64,7 +64,7 @@ def test_evicted_blocks_return_from_the_host_and_are_counted() -> None:
     assert driver.core.load(driver.at_s, MEMORY).prefix_host_hits_total == 16, "the prefix is on the device again"
 
 
-def test_blocks_on_the_device_come_before_those_of_the_host() -> None:
+def test_blocks_on_the_device_take_precedence_over_those_of_the_host() -> None:
     driver = driver_of()
     run(driver, tokens(17))
     run(driver, tokens(5, first=3))
@@ -82,7 +82,7 @@ def test_each_block_is_copied_once() -> None:
     assert driver.engine.copied_blocks == len(host_of(driver)) == 5 + 1, "5 of the first prompt, 1 of an answer"
 
 
-def test_least_recently_used_copies_go_first() -> None:
+def test_least_recently_used_copies_are_evicted_first() -> None:
     driver = driver_of(swap_block_count=6)
     for first in (0, 1, 2):
         run(driver, tokens(17, first=first), 2)
@@ -132,7 +132,7 @@ def test_a_request_may_be_aborted_while_its_blocks_return() -> None:
     assert run(driver, tokens(18)) > 0
 
 
-def test_another_group_finds_nothing_of_it() -> None:
+def test_copies_are_forgotten_when_the_group_changes() -> None:
     driver = driver_of()
     run(driver, tokens(17))
     run(driver, tokens(5, first=3))
@@ -141,7 +141,7 @@ def test_another_group_finds_nothing_of_it() -> None:
     assert run(driver, tokens(17)) == 0
 
 
-def test_swapped_sequences_and_mirrors_come_before_copies() -> None:
+def test_swapped_sequences_and_mirrors_take_precedence_over_copies() -> None:
     driver = driver_of(block_count=12, swap_block_count=6, swaps_online=True, max_running_count=4)
     run(driver, tokens(17), 4)
     for first in (3, 5):
@@ -173,7 +173,7 @@ def test_one_block_that_was_not_copied_does_not_hide_the_others() -> None:
     assert group_of(driver).scheduler.prefixes.kept_since_s == 0.0
 
 
-def test_steps_are_not_passed_over_while_there_is_something_to_copy() -> None:
+def test_steps_are_not_simulated_together_while_copies_are_due() -> None:
     driver = driver_of(swap_blocks_per_step=1)
     run(driver, tokens(17), 2)
     driver.submit(tokens(5, first=3), greedy(40, ignore_eos=True))
@@ -183,7 +183,7 @@ def test_steps_are_not_passed_over_while_there_is_something_to_copy() -> None:
     assert seen[-1] is True
 
 
-def test_dispatchers_are_told_that_it_is_still_here() -> None:
+def test_dispatchers_learn_that_a_prefix_is_still_cached() -> None:
     driver = driver_of()
     run(driver, tokens(17))
     driver.at_s = 5.0
@@ -207,8 +207,10 @@ def test_copies_in_use_are_not_evicted() -> None:
     assert len(host) == 0
 
 
-def test_copies_beside_a_preempted_step_are_complete() -> None:
-    """Otherwise their host blocks would count as swapped KV, for which offline sequences do not make way."""
+def test_copies_made_during_a_preempted_step_are_complete() -> None:
+    """If such copies never completed, their host blocks would count as swapped KV, which offline sequences cannot
+    displace.
+    """
     cost = CostModel(attention_s=0.0, token_s=0.0, chunk_s=0.01, shared_s=0.01)
     driver = driver_of(40, harvest=Harvest(cost=lambda: cost, targets=for_all(ttft_s=0.01), layer_count=8))
     run(driver, tokens(17))

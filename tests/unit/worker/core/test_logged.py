@@ -75,7 +75,7 @@ def test_a_sequence_with_kv_from_elsewhere_is_not_logged() -> None:
     assert stage.read(1, 1) is None
 
 
-def test_a_block_of_another_sequence_counts_no_more() -> None:
+def test_a_block_of_another_sequence_no_longer_counts() -> None:
     stage = Stage(block_count=2)
     stage.run(batch((1, 0, 8)))
     stage.run(replace(batch((2, 0, 4)), removed=(1,)))
@@ -94,7 +94,7 @@ def test_reused_blocks_count_if_they_were_logged() -> None:
     assert stage.read(3, 1) is None
 
 
-def test_forgotten_numbers_are_others_later() -> None:
+def test_forgotten_numbers_may_be_reused() -> None:
     stage = Stage()
     stage.run(batch((1, 0, 5)))
     stage.run(replace(batch(), named=((1, 0, 10, 1),)))
@@ -105,7 +105,7 @@ def test_forgotten_numbers_are_others_later() -> None:
     assert stage.read(3, 1) is None
 
 
-def test_blocks_that_move_are_logged_no_more() -> None:
+def test_moved_blocks_are_no_longer_logged() -> None:
     stage = Stage(block_count=4)
     stage.run(batch((1, 0, 4), (2, 0, 4)))
     stage.run(replace(batch(), removed=(1,)))
@@ -116,7 +116,7 @@ def test_blocks_that_move_are_logged_no_more() -> None:
     assert stage.read(3, 1) == [300]
 
 
-def test_another_book_begins_anew() -> None:
+def test_another_book_starts_an_empty_log() -> None:
     stage = Stage()
     stage.run(batch((1, 0, 4)))
     stage.book = BlockBook(8, SIZE)

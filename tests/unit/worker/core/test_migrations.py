@@ -111,7 +111,7 @@ def landed(coming: KvArrivals, at_s: float, span: KvRange | None, stage: WorkerI
 # ---------------------------------------------------------------- the source
 
 
-def test_whole_blocks_go_ahead_and_the_rest_with_the_sequence() -> None:
+def test_whole_blocks_are_sent_ahead_and_the_rest_with_the_sequence() -> None:
     departures = leaving()
     assert look(departures, 0.1, 23) == []  # the target has not answered
     departures.heard(0.2, W2, want(0, 9))
@@ -126,7 +126,7 @@ def test_whole_blocks_go_ahead_and_the_rest_with_the_sequence() -> None:
     assert abs(done.downtime_s - 0.05) < 1e-9
 
 
-def test_a_sequence_that_ends_or_gives_way_ends_its_migration() -> None:
+def test_a_sequence_that_ends_or_is_preempted_ends_its_migration() -> None:
     departures = leaving()
     departures.heard(0.2, W2, want(0, 9))
     commands = look(departures, 0.3, None)
@@ -136,7 +136,7 @@ def test_a_sequence_that_ends_or_gives_way_ends_its_migration() -> None:
     assert departures.heard(0.4, W2, want(0, 9)) == []  # too late
 
 
-def test_a_sequence_that_gives_way_and_runs_again_between_two_steps_ends_its_migration() -> None:
+def test_a_preemption_and_readmission_between_two_steps_ends_the_migration() -> None:
     """Blocks whose KV is being sent were given to other sequences meanwhile."""
 
     def tokens(count: int) -> SamplingParams:
@@ -163,13 +163,13 @@ def test_a_sequence_that_gives_way_and_runs_again_between_two_steps_ends_its_mig
     assert not report(departures, commands).moved
 
 
-def test_a_target_that_says_nothing_is_given_up() -> None:
+def test_a_silent_target_is_abandoned() -> None:
     departures = leaving()
     assert look(departures, m.PATIENCE_S, 23) == []
     assert not report(departures, look(departures, m.PATIENCE_S + 0.1, 23)).moved
 
 
-def test_leave_that_was_given_before_is_no_leave() -> None:
+def test_duplicate_and_foreign_permissions_are_ignored() -> None:
     departures = leaving()
     departures.heard(0.2, W2, want(0, 9))
     look(departures, 0.2, 24)
@@ -179,7 +179,7 @@ def test_leave_that_was_given_before_is_no_leave() -> None:
     assert departures.stale_total == 2
 
 
-def test_a_sequence_that_grows_as_fast_as_it_is_copied_stands_still_at_last() -> None:
+def test_a_sequence_that_grows_as_fast_as_it_is_copied_is_finally_stopped() -> None:
     departures, tokens, first = leaving(), 24, 0
     for at in range(40):
         departures.heard(at / 100, W2, want(first, tokens // 4 + 4))
@@ -192,7 +192,7 @@ def test_a_sequence_that_grows_as_fast_as_it_is_copied_stands_still_at_last() ->
     raise AssertionError("the sequence was not handed over")
 
 
-def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
+def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_at_the_source() -> None:
     departures = leaving()
     departures.heard(0.2, W2, want(0, 9))
     look(departures, 0.2, 24)
@@ -205,7 +205,7 @@ def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
 # ---------------------------------------------------------------- the target
 
 
-def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_comes_first() -> None:
+def test_a_sequence_runs_when_its_state_and_its_last_blocks_have_arrived_in_any_order() -> None:
     for state_first in (True, False):
         coming = copying()
         state, last = m.Handed(MIGRATION, snapshot(SEQUENCE, 26)), KvRange(5, 7, 26, last=True)
@@ -220,7 +220,7 @@ def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_c
         assert coming.heard(0.3, W1, state) == []  # a duplicate
 
 
-def test_a_hand_over_is_foreseen() -> None:
+def test_a_handover_is_predicted() -> None:
     """Shortly before a handover, prompts in a batch are limited, so that the sequence does not wait for a long step."""
     coming = arrivals()
     assert coming.prompt_limit_blocks(0.0) is None
@@ -231,7 +231,7 @@ def test_a_hand_over_is_foreseen() -> None:
     assert coming.prompt_limit_blocks(1.2) is None  # two full blocks are still missing
     landed(coming, 1.3, KvRange(3, 5, 26))
     assert coming.prompt_limit_blocks(1.3) == 0
-    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have been held back long enough
+    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have been limited for long enough
     landed(coming, 1.7, KvRange(5, 7, 26, last=True))
     assert coming.prompt_limit_blocks(1.7) == 1
     coming.heard(1.7, W1, m.Handed(MIGRATION, snapshot(SEQUENCE, 26)))
@@ -249,7 +249,7 @@ def test_a_migration_without_room_is_refused_before_any_transfer() -> None:
     assert said == m.Say(W1, m.Off(MIGRATION, "no time"))
 
 
-def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
+def test_blocks_are_freed_once_no_transfer_writes_into_them() -> None:
     coming = copying()
     assert coming.heard(0.2, W1, m.Off(MIGRATION, "it has ended")) == [m.Stop(MIGRATION)]
     assert coming.block_count == 9
@@ -257,7 +257,7 @@ def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
     assert not len(coming)
 
 
-def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
+def test_a_sequence_whose_last_blocks_do_not_arrive_is_recomputed() -> None:
     coming = copying()
     state = m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     coming.heard(0.2, W1, state)
@@ -269,13 +269,13 @@ def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
 
 
 @pytest.mark.parametrize("span", [KvRange(4, 6, 26), KvRange(5, 10, 40), KvRange(5, 4, 26)])
-def test_another_span_than_was_asked_for_ends_it(span: KvRange) -> None:
+def test_an_unexpected_span_ends_the_migration(span: KvRange) -> None:
     coming = copying()
     assert landed(coming, 0.3, span) == [keep(0), m.Say(W1, m.Off(MIGRATION, "its KV has not arrived"))]
     assert not len(coming)
 
 
-def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_up() -> None:
+def test_a_handed_over_sequence_is_adopted_even_if_the_target_has_abandoned_it() -> None:
     coming = copying()
     state = m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     assert m.Stop(MIGRATION) in coming.give_up_all("the layout changes")
@@ -311,7 +311,7 @@ def _cut(rng: random.Random, name: str) -> list[StageLayers]:
     return [StageLayers(WorkerId(f"{name}{i}"), *ends) for i, ends in enumerate(itertools.pairwise(borders))]
 
 
-def test_a_sequence_whose_last_token_is_on_its_way_is_not_handed_over_yet() -> None:
+def test_a_sequence_whose_last_token_is_in_flight_is_not_handed_over_yet() -> None:
     departures = leaving(3)
     departures.heard(0.2, W2, want(0, 4))
     assert look(departures, 0.2, 3, in_flight=True) == []
@@ -325,7 +325,7 @@ def to_a_pair() -> KvArrivals:
     return coming
 
 
-def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_their_layers() -> None:
+def test_the_source_is_notified_once_all_stages_have_blocks_and_once_all_have_their_layers() -> None:
     coming = to_a_pair()
     assert coming.ready(0.1, MIGRATION, W3) == [m.Say(W1, want(0, 8, PAIR))]
     assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []
@@ -339,7 +339,7 @@ def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_
     assert landed(coming, 0.4, last, W3) == [keep(26), m.Adopt(state.snapshot, 26), m.Say(W1, m.Taken(MIGRATION, True))]
 
 
-def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> None:
+def test_a_stage_without_room_ends_the_migration_once_no_stage_is_written_to() -> None:
     """If the sequence has not been handed over yet, it continues at the source; otherwise it is recomputed."""
     coming = to_a_pair()
     assert landed(coming, 0.1, None, W3) == [m.Stop(MIGRATION)]  # W3 has no room

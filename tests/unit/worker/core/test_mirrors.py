@@ -54,7 +54,7 @@ def test_a_yielding_sequence_leaves_at_once_and_returns_with_its_full_blocks() -
     newcomer = made.submit(prompt(27, 40), greedy(4))
     execute = made.step()
     assert execute is not None
-    assert [part.sequence_id for part in execute.batch.slices] == [2], "the newcomer must not wait for a copy"
+    assert [part.sequence_id for part in execute.batch.slices] == [2], "the new sequence must not wait for a copy"
     load = made.core.load(made.at_s, MEMORY)
     assert (load.offline_waiting_count, load.offline_running_count, load.offline_block_count) == (1, 0, 0)
     assert (load.offline_yields_total, load.offline_lost_tokens_total) == (1, 17 - 16)
@@ -67,7 +67,7 @@ def test_a_yielding_sequence_leaves_at_once_and_returns_with_its_full_blocks() -
     assert space(made).used_block_count == 0
 
 
-def test_without_host_memory_all_is_computed_anew() -> None:
+def test_without_host_memory_everything_is_recomputed() -> None:
     made = mirroring(block_count=8, host=0)
     mine = offline(made)
     steps(made, 5)
@@ -129,7 +129,7 @@ def test_a_full_host_mirrors_the_sequences_that_yield_first() -> None:
     made.assert_empty()
 
 
-def test_online_sequences_take_the_host_from_offline_ones() -> None:
+def test_online_sequences_displace_offline_ones_from_host_memory() -> None:
     made = mirroring(block_count=12, host=7, swaps_online=True)
     mine = offline(made, 16)
     steps(made, 3)
@@ -144,7 +144,7 @@ def test_online_sequences_take_the_host_from_offline_ones() -> None:
 
 
 @pytest.mark.parametrize("yields", [False, True])
-def test_an_end_frees_both_sides(yields: bool) -> None:
+def test_an_ended_sequence_frees_device_and_host_blocks(yields: bool) -> None:
     made = mirroring(block_count=8)
     mine = offline(made)
     steps(made, 5)
@@ -170,7 +170,7 @@ def test_a_change_of_the_group_discards_mirrors(event: RoleChanged | CapacityCha
     assert [s.sequence_id for s in made.core.group_scheduler.scheduler.offline] == [1]
 
 
-def test_offline_sequences_leave_before_their_group_changes_and_come_back_afterwards() -> None:
+def test_offline_sequences_are_preempted_before_a_group_change_and_return_afterwards() -> None:
     made = mirroring(block_count=20)
     mine = [offline(made), offline(made, first=30)]
     made.submit(prompt(4, 70), greedy(12))
@@ -192,7 +192,7 @@ def test_offline_sequences_leave_before_their_group_changes_and_come_back_afterw
     made.assert_empty()
 
 
-def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
+def test_arriving_kv_gets_the_blocks_of_offline_sequences() -> None:
     made = mirroring(block_count=8, host=0)  # no copies, which would hold blocks until the next batch
     offline(made)
     steps(made, 3)
@@ -209,10 +209,8 @@ def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
     assert group_scheduler.book.free_count >= 7, "the blocks must be free at once"
 
 
-def test_a_prompt_that_is_scored_begins_anew_after_it_has_yielded() -> None:
-    """Its prompt logprobs require a single pass over the whole prompt, so nothing is mirrored before that pass has
-    ended.
-    """
+def test_a_scored_prompt_starts_over_after_it_has_yielded() -> None:
+    """Prompt logprobs require a single pass over the whole prompt, so nothing is mirrored before that pass ends."""
     bounds = limits(swap_block_count=40, swap_blocks_per_step=8, swaps_online=False, max_batch_tokens=8)
     made = Driver(bounds, 12, harvest=HARVEST)
     made.open(1)

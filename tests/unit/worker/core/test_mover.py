@@ -1,4 +1,4 @@
-"""What a stage sends, what it receives, and which events result. Blocks of 16 tokens, one byte in each layer."""
+"""What a stage sends and receives, and the resulting events. Blocks have 16 tokens, each of one byte per layer."""
 
 import random
 
@@ -72,7 +72,7 @@ def whole(sequence_id: int, tokens: int, book: BlockBook) -> BlockRange:
 
 
 @pytest.mark.parametrize("asked_first", [False, True])
-def test_kv_goes_when_it_is_to_be_given_and_has_been_asked_for(asked_first: bool) -> None:
+def test_kv_is_sent_once_it_is_released_and_requested(asked_first: bool) -> None:
     stands = Stands()
     stands.book.hold(SEQUENCE, 70)
     steps = [lambda: stands.order(SEQUENCE, 60), lambda: stands.mover.asked(W1, (SEQUENCE,))]
@@ -128,7 +128,7 @@ def test_transfers_wait_in_order_if_a_link_is_full(monkeypatch: pytest.MonkeyPat
     assert mover.waiting_to == ()
 
 
-def test_a_victim_has_blocks_before_its_givers_are_asked_and_each_is_told_of() -> None:
+def test_a_victim_has_blocks_before_its_senders_are_asked_and_each_arrival_is_reported() -> None:
     stands = Stands()
     places = stands.expect(SEQUENCE, 40)
     table = stands.book.table(SEQUENCE)
@@ -156,7 +156,7 @@ def test_kv_in_blocks_of_the_previous_group_is_copied() -> None:
 # ---------------------------------------------------------------- a migration
 
 
-def test_spans_are_given_where_they_lie_and_the_last_one_as_a_copy() -> None:
+def test_spans_are_sent_in_place_and_the_last_one_from_a_copy() -> None:
     stands = Stands()
     table = stands.book.hold(SEQUENCE, 70)
     for span, mode, rank in ((KvRange(1, 4, 66), Mode.AHEAD, 1 << 40), (KvRange(4, 5, 70, last=True), Mode.LAST, 0)):
@@ -174,7 +174,7 @@ def test_spans_are_given_where_they_lie_and_the_last_one_as_a_copy() -> None:
     assert stands.mover.give(Give(MIGRATION, SEQUENCE, EPOCH, KvRange(4, 6, 90), GIVERS), ALL, stands.book) is None
 
 
-def test_a_span_has_landed_when_all_givers_have_sent_it() -> None:
+def test_a_span_has_arrived_when_all_senders_have_sent_it() -> None:
     stands, span = Stands(), KvRange(0, 3, 50)
     stands.take()
     assert stands.mover.holds
@@ -185,7 +185,7 @@ def test_a_span_has_landed_when_all_givers_have_sent_it() -> None:
     assert not stands.mover.holds
 
 
-def test_givers_that_send_different_spans_have_sent_none() -> None:
+def test_different_spans_of_several_senders_do_not_count() -> None:
     stands = Stands()
     stands.take()
     assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) == []
@@ -210,14 +210,14 @@ def test_withdrawn_transfers_end_and_active_writes_are_waited_for(how: str) -> N
     assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) == [Landed(MIGRATION, None)]
 
 
-def test_without_room_no_block_is_taken() -> None:
+def test_without_room_no_block_is_allocated() -> None:
     stands = Stands(block_count=3)
     assert stands.take() is None
     assert not stands.mover.holds
     assert stands.book.used_count == 0
 
 
-def test_a_group_that_is_lost_waits_for_nothing() -> None:
+def test_a_lost_group_waits_for_nothing() -> None:
     stands = Stands()
     stands.take()
     stands.expect(6, 20)
@@ -253,7 +253,7 @@ def retired(mover: Mover, sequence_id: int) -> Table:
     return mover._is.retired.table(sequence_id)
 
 
-def test_the_tables_are_as_they_were_whatever_becomes_of_the_book() -> None:
+def test_tables_of_dropped_layers_survive_changes_of_the_book() -> None:
     stands = Stands(block_count=8)
     before = stands.book.hold(1, 40)
     assert stands.mover.retire() == 3
@@ -273,7 +273,7 @@ def test_sent_kv_is_forgotten_between_two_waves() -> None:
     stands = Stands()
     for sequence_id in (1, 2, 3):
         stands.book.hold(sequence_id, 32)
-    assert stands.mover.compact() == (0, ()), "no layer has been given up"
+    assert stands.mover.compact() == (0, ()), "no layer has been dropped"
     stands.mover.retire()
     stands.order(1, 32)
     assert stands.mover.compact() == (4, ((4, 0), (5, 1)))

@@ -21,7 +21,7 @@ def running(made: Driver) -> list[int]:
     return [s.sequence_id for s in made.core.group_scheduler.scheduler.running]
 
 
-def test_reports_count_online_work_and_offline_work_apart() -> None:
+def test_reports_count_online_and_offline_work_separately() -> None:
     made = driver(block_count=20, block_tokens=4)
     made.submit(prompt(7), greedy(8), priority=BATCH)
     made.step()
@@ -34,21 +34,21 @@ def test_reports_count_online_work_and_offline_work_apart() -> None:
     assert made.core.load(made.at_s, MEMORY).generation_tokens_total == 0
 
 
-def test_a_newcomer_takes_the_blocks_of_the_newest_offline_sequence() -> None:
+def test_a_new_online_sequence_takes_the_blocks_of_the_newest_offline_one() -> None:
     made = driver(block_count=6, block_tokens=4, harvest=FREE)
     for number in range(3):
         made.submit(prompt(4, first=10 * number), greedy(3), priority=BATCH)
     made.step()
     made.submit(prompt(6), greedy(3))
     made.step()
-    assert running(made) == [4, 1, 2], "the newest offline sequence is preempted, the oldest goes on"
+    assert running(made) == [4, 1, 2], "the newest offline sequence is preempted, the oldest continues"
     load = made.core.load(made.at_s, MEMORY)
     assert (load.offline_yields_total, load.preemptions_total) == (1, 0)
     made.run_to_end()
     made.assert_empty()
 
 
-def test_a_newcomer_takes_the_place_of_an_offline_sequence() -> None:
+def test_a_new_online_sequence_takes_the_place_of_an_offline_one() -> None:
     made = driver(block_count=20, block_tokens=4, max_running_count=2, harvest=FREE)
     made.submit(prompt(4), greedy(9), priority=BATCH)
     made.submit(prompt(4), greedy(9), priority=BATCH)
@@ -70,7 +70,7 @@ def test_running_sequences_grow_into_blocks_of_offline_ones() -> None:
     assert load.offline_lost_tokens_total >= 5
 
 
-def test_nothing_offline_is_let_in_while_an_online_request_waits() -> None:
+def test_no_offline_request_is_admitted_while_an_online_one_waits() -> None:
     made = driver(block_count=4, block_tokens=4, max_batch_tokens=16)
     made.submit(prompt(9), greedy(6))
     made.submit(prompt(9, first=30), greedy(2))
@@ -84,7 +84,7 @@ def test_nothing_offline_is_let_in_while_an_online_request_waits() -> None:
     made.assert_empty()
 
 
-def test_nothing_offline_is_let_in_while_admissions_are_limited() -> None:
+def test_no_offline_request_is_admitted_while_admissions_are_limited() -> None:
     made = driver(block_count=8, block_tokens=4)
     made.feed(AdmissionLimited(made.at_s, 6))
     made.submit(prompt(2), greedy(1), priority=BATCH)
@@ -95,7 +95,7 @@ def test_nothing_offline_is_let_in_while_admissions_are_limited() -> None:
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.5])
-def test_a_step_with_online_work_takes_no_longer_than_it_may(slowdown: float) -> None:
+def test_a_step_with_online_work_takes_no_longer_than_allowed(slowdown: float) -> None:
     made = driver(
         block_count=200, max_model_len=600, max_batch_tokens=200, harvest=Harvest(cost=lambda: COST, slowdown=slowdown)
     )
@@ -107,7 +107,7 @@ def test_a_step_with_online_work_takes_no_longer_than_it_may(slowdown: float) ->
         made.step()
         parts = [Chunk(first, count) for _, first, count, _ in slices(made.executed[-1])]
         assert COST.batch_cost_s(parts) <= 0.01 * (1.0 + slowdown) + 1e-12
-        assert number > 1 or sum(count for _, count in parts) >= 32, "tokens that cost no time must be used"
+        assert number > 1 or sum(count for _, count in parts) >= 32, "tokens that cost no additional time must be used"
     made.run_to_end()
     made.assert_empty()
 
@@ -121,7 +121,7 @@ def test_an_offline_batch_is_as_short_as_is_efficient() -> None:
     assert part[2] == efficient < 300
 
 
-def test_without_known_costs_there_is_nothing_offline_beside_online_work() -> None:
+def test_without_known_costs_no_offline_work_runs_alongside_online_work() -> None:
     made = driver(block_count=40, block_tokens=4)
     made.submit(prompt(4), greedy(3))
     made.submit(prompt(4), greedy(3), priority=BATCH)
@@ -146,7 +146,7 @@ def test_in_a_group_offline_sequences_fill_a_bubble_and_yield_when_they_have_lan
     assert load.offline_yields_total == 1
 
 
-def test_a_waiting_line_for_each() -> None:
+def test_online_and_offline_requests_have_separate_queues() -> None:
     made = driver(20, max_running_count=1, max_waiting_count=1)
     made.submit(prompt(4), greedy(2))
     made.submit(prompt(4), greedy(2))
@@ -172,7 +172,7 @@ def test_only_offline_work_alone_has_safepoints() -> None:
     made.assert_empty()
 
 
-def test_slices_of_a_preempted_step_are_computed_again() -> None:
+def test_slices_of_a_preempted_step_are_recomputed() -> None:
     made = driver(block_count=40, block_tokens=4, harvest=CUT)
     first = made.submit(prompt(7), greedy(9), priority=BATCH)
     made.step()

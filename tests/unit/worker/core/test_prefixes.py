@@ -55,7 +55,7 @@ def test_whole_blocks_are_found_and_never_the_last_token() -> None:
     assert sum(len(s.token_ids) for s in driver.executed[2].batch.slices) == 4, "the last block is computed"
 
 
-def test_the_same_tokens_behind_others_are_not_found() -> None:
+def test_equal_tokens_after_different_ones_are_not_found() -> None:
     driver = driver_of()
     run(driver, (*range(1, 5), *range(11, 15), 9))
     run(driver, (*range(21, 25), *range(31, 35), 9))
@@ -114,7 +114,7 @@ def test_blocks_used_only_offline_are_evicted_first() -> None:
     driver.submit(tokens(17), greedy(2), priority=PriorityClass.BATCH)
     driver.run_to_end()
     driver.feed(w.RoomWanted(driver.at_s, 40 - 4))
-    assert run(driver, tokens(17)) == 16, "use by offline work must not make them go first"
+    assert run(driver, tokens(17)) == 16, "use by offline work must not cause their eviction"
 
 
 def test_a_preempted_sequence_recomputes_only_evicted_blocks() -> None:
@@ -128,7 +128,7 @@ def test_a_preempted_sequence_recomputes_only_evicted_blocks() -> None:
     assert cached(driver, second) == 0, "a preempted request that finds its own blocks is no cache hit"
 
 
-def test_equal_prompts_that_come_at_once_are_computed_once() -> None:
+def test_simultaneous_equal_prompts_are_computed_once() -> None:
     driver = driver_of(block_count=600, block_tokens=16, max_batch_tokens=512)
     trunk = tokens(2000)
     keys = [driver.submit((*trunk, n), greedy(4)) for n in range(64)]
@@ -171,7 +171,7 @@ def test_a_change_of_role_forgets_all() -> None:
 
 
 def test_sequences_that_run_across_a_group_change_get_no_numbers() -> None:
-    """The stages of the new group do not have its KV yet."""
+    """The stages of the new group do not have the KV of these sequences yet."""
     named = list[bool]()
     for changes in (False, True):
         driver = driver_of()
@@ -187,7 +187,7 @@ def test_sequences_that_run_across_a_group_change_get_no_numbers() -> None:
     assert named == [True, False]
 
 
-def test_dispatchers_are_told_of_marks_and_since_when_all_is_kept() -> None:
+def test_dispatchers_are_notified_of_marks_and_of_the_last_eviction() -> None:
     driver = driver_of(block_count=80, block_tokens=16)
     prompt = tokens(700)
     marks: list[int] = []
@@ -222,7 +222,7 @@ def test_a_lost_group_leaves_no_marks_for_its_streams() -> None:
     assert not driver.core._outbox._marks
 
 
-def test_nothing_is_named_or_told_without_caching() -> None:
+def test_without_caching_no_block_is_numbered_or_reported() -> None:
     driver = Driver(limits(), 32)
     driver.open(1)
     for _ in range(2):
@@ -240,7 +240,7 @@ def test_a_sequence_that_ends_in_a_failed_step_leaves_nothing_to_be_found() -> N
     assert run(driver, tokens(17)) == 0
 
 
-def test_keys_say_of_which_model_they_are() -> None:
+def test_keys_depend_on_the_model() -> None:
     chains = list[list[bytes]]()
     for seed in (b"a model", b"with an adapter"):
         driver = Driver(replace(limits(prefix_caching=True), prefix_seed=seed), 20)
@@ -250,7 +250,7 @@ def test_keys_say_of_which_model_they_are() -> None:
     assert not {*chains[0]} & {*chains[1]}
 
 
-def test_keys_say_with_which_adapter_they_were_computed() -> None:
+def test_keys_depend_on_the_adapter() -> None:
     driver = Driver(replace(limits(prefix_caching=True, max_model_len=64), adapters=frozenset({"a", "b"})), 40)
     driver.open(1)
     hits: list[int] = []
@@ -272,7 +272,7 @@ def test_kv_that_is_lost_is_not_found() -> None:
     assert sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices if s.first_position < 17) == 17 + 18
 
 
-def test_a_block_that_two_have_is_moved_once() -> None:
+def test_a_shared_block_is_moved_once() -> None:
     book = BlockBook(8, 4)
     book.hold(1, 12)
     book.hold(2, 8)

@@ -21,7 +21,7 @@ def test_the_same_events_give_the_same_commands_under_any_hash_seed() -> None:
     assert int(preemptions[1]) > 5  # enough preemptions to reach the rare cases
 
 
-def test_groups_that_merge_and_split_do_so_alike_under_any_hash_seed() -> None:
+def test_groups_merge_and_split_equally_under_any_hash_seed() -> None:
     told = {_python("-m", "tests.support.pipeline_history", "3", hash_seed=seed) for seed in ("1", "2")}
     assert len(told) == 1
     resumed = re.search(r"(\d+) resumed", told.pop())

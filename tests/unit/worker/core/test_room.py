@@ -1,4 +1,4 @@
-"""The capacity that a leader counts on, and its knowledge of its stages' room for a restore."""
+"""The capacity that a leader assumes for its group, and its knowledge of its stages' room for a restore."""
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.room import GroupRoom, RoomSizes
@@ -13,7 +13,7 @@ def leader() -> GroupRoom:
     return room
 
 
-def test_a_leader_knows_the_sizes_of_a_group_when_all_have_told_them() -> None:
+def test_a_leader_knows_the_sizes_of_a_group_once_all_have_reported_them() -> None:
     room = GroupRoom(ME, lambda: MINE)
     assert room.sizes == {ME: MINE}
     room.begin((ME, STAGE), 20)
@@ -33,7 +33,7 @@ def test_reports_of_a_stage_from_before_a_restores_end_do_not_count() -> None:
     room.limit(Epoch(3))
     assert room.capacity(0.0).before_block_count == 18
     room.told(ME, 20, MINE, Epoch(3))  # the leader has abandoned the restore and has all of its blocks again
-    assert not room.told(STAGE, 18, SIZES, Epoch(0))  # sent before the stage heard of that; it has since made room
+    assert not room.told(STAGE, 18, SIZES, Epoch(0))  # sent before the stage learnt of the abort
     assert room.capacity(0.0).block_count == 8
     assert room.told(STAGE, 18, SIZES, Epoch(3))
     assert (room.capacity(0.0).block_count, room.capacity(0.0).before_block_count) == (18, 0)
@@ -61,7 +61,7 @@ def test_a_group_stays_for_a_request_that_no_member_could_finish() -> None:
     assert "a member has room for 192" in room.why_too_long(12 * 16 - 1, 16)
 
 
-def test_a_grant_of_room_is_of_the_newest_restore() -> None:
+def test_only_a_grant_for_the_newest_restore_counts() -> None:
     room = GroupRoom(STAGE, lambda: SIZES)
     assert room.granted(Epoch(3)) is None
     room.grant(Epoch(3), 8)

@@ -21,7 +21,7 @@ def victim(sequence_id: int, *blocks: int, leader: WorkerId = A, tokens: int = 6
     return Victim(sequence_id, tokens, leader, blocks)
 
 
-def test_numbers_stand_for_blocks_with_all_before_them() -> None:
+def test_numbers_identify_blocks_together_with_all_preceding_ones() -> None:
     found = shared_numbers(
         [victim(1, 5, 6), victim(2, 5, 6, 7), victim(3, 9, 6), victim(4, 5, leader=B), victim(5)], EPOCH
     )
@@ -55,7 +55,7 @@ def test_a_table_gets_the_first_blocks_of_another() -> None:
         book.share(4, 3, 2)
 
 
-def test_a_number_is_no_other_sequence() -> None:
+def test_a_number_alone_does_not_make_a_block_shared() -> None:
     book = BlockBook(10, 16)
     first = book.hold(1, 48)
     book._name(1, 0, 100, 2)  # pyright: ignore[reportPrivateUsage]

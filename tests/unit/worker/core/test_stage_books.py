@@ -33,7 +33,7 @@ def test_removing_an_unknown_sequence_has_no_effect() -> None:
     book.check()
 
 
-def test_blocks_wait_for_kv_and_a_stage_that_has_some_layers_keeps_its_own() -> None:
+def test_blocks_wait_for_kv_and_a_stage_keeps_its_own_layers() -> None:
     book = BlockBook(6, 4)
     (own,) = book.apply(batch((1, 0, 8)))
     assert book.hold(1, 8) is own

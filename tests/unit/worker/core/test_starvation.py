@@ -29,5 +29,5 @@ def test_a_default_request_is_overtaken_by_interactive_ones_for_some_seconds_onl
     assert LIFT_S <= steps * 0.1 < LIFT_S + 1.0
 
 
-def test_offline_work_waits_for_as_long_as_online_requests_come() -> None:
+def test_offline_work_waits_as_long_as_online_requests_arrive() -> None:
     assert steps_until_served(PriorityClass.BATCH) is None

@@ -47,7 +47,7 @@ def test_a_stop_string_may_be_included() -> None:
     assert take_all(stop, ["one E", "ND two"]) == ["one ", "END"]
 
 
-def test_the_stop_string_that_is_complete_first_wins() -> None:
+def test_the_stop_string_completed_first_wins() -> None:
     stop = rule(stop=("abcd", "bc"))
     assert take_all(stop, ["x a", "b", "c", "d"]) == ["x ", "", "a"]
     assert stop.matched_stop == "bc"
@@ -64,7 +64,7 @@ def test_stop_strings_within_the_first_min_tokens_do_not_count() -> None:
     assert take_all(stop, ["b", "ab", "c", "db", "e"]) == ["b", "ab", "c", "d"]
 
 
-def test_a_stop_string_that_ends_behind_min_tokens_counts_wherever_it_begins() -> None:
+def test_a_stop_string_that_ends_after_min_tokens_counts_wherever_it_begins() -> None:
     stop = rule(stop=("abc",), min_tokens=2)
     assert take_all(stop, ["a", "b", "c"]) == ["", "", ""]
     assert stop.finish_reason is FinishReason.STOP
@@ -86,7 +86,7 @@ def test_ignore_eos_ignores_only_the_models_own_end() -> None:
     assert (stop.finish_reason, stop.matched_stop) == (FinishReason.STOP, "5")
 
 
-def test_end_of_sequence_within_min_tokens_goes_on() -> None:
+def test_end_of_sequence_within_min_tokens_is_ignored() -> None:
     stop = rule(min_tokens=2)
     for index in (1, 2):
         stop.take(9, index, "")
@@ -101,7 +101,7 @@ def test_the_maximum_length_ends_the_text_and_releases_held_text() -> None:
     assert stop.finish_reason is FinishReason.LENGTH
 
 
-def test_the_room_in_the_model_ends_it_before_max_tokens() -> None:
+def test_the_models_maximum_length_ends_a_text_before_max_tokens() -> None:
     stop = rule(max_tokens=50, max_output_count=2, text=False)
     take_all(stop, ["", ""])
     assert stop.finish_reason is FinishReason.LENGTH
@@ -139,7 +139,7 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max
 
 
 @given(TEXTS, STOPS, st.booleans(), st.lists(st.integers(0, 24), max_size=8))
-def test_the_cutting_of_the_text_does_not_matter(
+def test_the_split_into_tokens_does_not_matter(
     text: str, stops: tuple[str, ...], include: bool, cuts: list[int]
 ) -> None:
     bounds = [0, *sorted({min(cut, len(text)) for cut in cuts}), len(text)]

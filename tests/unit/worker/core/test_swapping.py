@@ -61,7 +61,7 @@ def test_a_swapped_out_sequence_returns_and_nothing_is_recomputed(per_step: int)
     assert computed_tokens(driver) == 3 * (8 + 30 - 1)
 
 
-def test_without_host_memory_victims_are_computed_anew() -> None:
+def test_without_host_memory_victims_are_recomputed() -> None:
     driver = swapping(host=0)
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     driver.run_to_end()
@@ -71,7 +71,7 @@ def test_without_host_memory_victims_are_computed_anew() -> None:
     assert computed_tokens(driver) > 3 * (8 + 30 - 1)
 
 
-def test_a_full_host_turns_to_recomputation() -> None:
+def test_if_host_memory_is_full_victims_are_recomputed() -> None:
     driver = swapping(block_count=14, host=5, max_running_count=6)
     asked = submit(driver, *[(6, 30)] * 6)
     driver.run_to_end()
@@ -89,7 +89,7 @@ def test_no_step_copies_more_than_its_budget_unless_it_computes_nothing() -> Non
     assert all(e.batch.slices for e in driver.executed)
 
 
-def test_the_first_in_line_is_never_swapped_out_and_never_waits_for_long() -> None:
+def test_the_first_in_the_queue_is_never_swapped_out_and_never_waits_for_long() -> None:
     driver = swapping(block_count=10, per_step=1, max_running_count=6)
     asked = submit(driver, (4, 36), *[(4, 30)] * 4)
     first = asked[0][0]
@@ -110,7 +110,7 @@ def until_away(driver: Driver) -> None:
     raise AssertionError("no sequence was swapped out")
 
 
-def test_an_end_in_any_phase_frees_both_sides() -> None:
+def test_an_end_in_any_phase_frees_device_and_host_blocks() -> None:
     for wanted in ("leaving", "away", "returning"):
         driver = swapping(block_count=22, per_step=1)
         asked = submit(driver, (8, 20), (8, 40), (8, 30), (8, 30))
@@ -128,7 +128,7 @@ def test_an_end_in_any_phase_frees_both_sides() -> None:
         judge(driver, [one for one in asked if one[0] != ended])
 
 
-def test_a_change_of_the_group_has_them_computed_anew() -> None:
+def test_a_change_of_the_group_makes_swapped_sequences_recompute() -> None:
     driver = swapping()
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
@@ -175,7 +175,7 @@ def test_swaps_are_reported_once_blocks_are_free_and_at_readmission() -> None:
     driver.run_to_end()
 
 
-def test_a_handed_over_sequence_takes_no_host_blocks_along() -> None:
+def test_a_handed_over_sequence_frees_its_host_blocks() -> None:
     driver = swapping()
     submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)

@@ -15,7 +15,7 @@ from tests.support.leader import Leader
 from tests.support.worker_core import MEMORY, Driver, greedy
 from tests.unit.worker.core.stories import driver, prompt
 
-COST = CostModel(attention_s=0.0, token_s=0.001, chunk_s=0.01, shared_s=0.01)  # 10 ms, and 1 for each running sequence
+COST = CostModel(attention_s=0.0, token_s=0.001, chunk_s=0.01, shared_s=0.01)  # 10 ms, 1 ms per running sequence
 
 
 def counts(made: Driver | Leader) -> tuple[int, int, int]:
@@ -114,7 +114,7 @@ def test_running_sequences_are_not_preempted_when_tokens_become_slow() -> None:
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 6), (3, 9)])
-def test_in_a_pipeline_as_many_run_as_its_microbatches_have_room_for(stages: int, count: int) -> None:
+def test_in_a_pipeline_as_many_sequences_run_as_fit_its_microbatches(stages: int, count: int) -> None:
     leader = Leader(
         64, stages=stages, target=TokenTarget(0.01301, lambda: COST), max_running_count=8, max_waiting_count=12
     )
@@ -125,7 +125,7 @@ def test_in_a_pipeline_as_many_run_as_its_microbatches_have_room_for(stages: int
     assert counts(leader) == (count, 12 - count, count)
 
 
-def test_a_sequence_that_comes_with_its_kv_is_taken_whatever_the_target() -> None:
+def test_a_sequence_that_arrives_with_its_kv_is_admitted_whatever_the_target() -> None:
     giver = Leader(ordinal=5)
     giver.submit("theirs")
     giver.step()

@@ -31,8 +31,8 @@ def test_there_is_one_wave_if_all_victims_fit() -> None:
     assert waves.lent_blocks({A: 10, B: 10}) == (10, 0)
 
 
-def test_two_full_workers_exchange_as_much_as_there_is_to_spare() -> None:
-    """Each had 50 blocks, has 81 now, and has 131 once all KV is sent; each holds five sequences of ten blocks."""
+def test_two_full_workers_exchange_as_much_as_their_spare_blocks_allow() -> None:
+    """Each worker had 50 blocks, has 81 now, and 131 once all KV is sent; each holds five sequences of ten blocks."""
     waves = Waves((A, B), [standing(2 * i + (home == B), home, 10) for i in range(5) for home in (A, B)])
     counts = {A: 81, B: 81}
     first = waves.first(counts, 131)
@@ -59,7 +59,7 @@ def test_the_latest_victims_of_the_lowest_class_are_recomputed() -> None:
     assert (ids(wave.admitted), ids(wave.lost), wave.last) == ([2, 3, 4], [1], True)
 
 
-def test_without_anything_to_spare_the_last_in_line_gives_up_its_kv() -> None:
+def test_without_spare_blocks_the_last_victim_in_the_queue_is_recomputed() -> None:
     waves = Waves((A, B), [standing(1, A, 4), standing(2, B, 4), standing(3, B, 1, rank=2)])
     first = waves.first({A: 4, B: 5}, 12)
     assert (first.admitted, first.lost, first.last) == ((), (), False)
@@ -76,7 +76,7 @@ def test_victims_that_have_ended_are_dropped() -> None:
     assert (ids(wave.admitted), ids(wave.lost), wave.last) == ([3], [1], True)
 
 
-def test_more_held_than_there_is_shows() -> None:
+def test_holding_more_blocks_than_exist_is_detected() -> None:
     waves = Waves((A, B), [standing(1, A, 4), standing(2, B, 4)])
     waves.first({A: 4, B: 4}, 12)
     waves.check({A: 4, B: 4})
@@ -85,7 +85,7 @@ def test_more_held_than_there_is_shows() -> None:
 
 
 class Stages:
-    """Stages that drop `share` layers for each one that they hold on to: KV sent in one wave makes room in the next."""
+    """Stages that drop `share` layers for each layer that they keep: KV sent in one wave makes room in the next."""
 
     def __init__(self, rng: random.Random) -> None:
         self.names = (A, B, C)[: rng.choice([2, 3])]
@@ -119,7 +119,7 @@ class Stages:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_everybody_gets_room_or_starts_over_and_nothing_is_promised_twice(seed: int) -> None:
+def test_every_victim_gets_room_or_is_recomputed_and_no_block_is_promised_twice(seed: int) -> None:
     rng = random.Random(seed)
     stages = Stages(rng)
     homes = {s.victim.sequence_id: s for s in stages.sequences}

@@ -60,7 +60,7 @@ def test_removals_are_sent_at_once_if_no_batch_follows() -> None:
     assert made.engine.known_ids == []
 
 
-def test_a_long_prompt_holds_up_neither_decodes_nor_short_prompts() -> None:
+def test_a_long_prompt_delays_neither_decodes_nor_short_prompts() -> None:
     made = driver(max_batch_tokens=8)
     made.submit(prompt(3), greedy(20))
     made.step()
@@ -70,7 +70,7 @@ def test_a_long_prompt_holds_up_neither_decodes_nor_short_prompts() -> None:
     assert slices(made.step()) == [(1, 4, 1, True), (3, 3, 1, True), (2, 4, 6, False)]
 
 
-def test_prompts_are_let_in_as_batches_are_full_of_them_and_the_others_stay_movable() -> None:
+def test_prompts_are_admitted_only_for_full_batches_and_the_others_stay_movable() -> None:
     made = driver(max_batch_tokens=8, max_running_count=8, block_count=200)
     for _ in range(8):
         made.submit(prompt(8), greedy(1))
@@ -82,7 +82,7 @@ def test_prompts_are_let_in_as_batches_are_full_of_them_and_the_others_stay_mova
     assert made.step() is None
 
 
-def test_beside_a_long_prompt_another_one_is_let_in() -> None:
+def test_alongside_a_long_prompt_another_one_is_admitted() -> None:
     made = driver(max_batch_tokens=8, max_running_count=8, block_count=200)
     made.submit(prompt(48), greedy(1))
     made.submit(prompt(4), greedy(1))
@@ -101,7 +101,7 @@ def test_the_most_important_class_is_admitted_first() -> None:
     assert order == [blocking, interactive, default, batch]
 
 
-def test_admission_asks_for_the_whole_prompt_not_for_its_first_chunk() -> None:
+def test_admission_needs_blocks_for_the_whole_prompt_not_for_its_first_chunk() -> None:
     made = driver(block_count=10, block_tokens=4, max_batch_tokens=8)
     made.submit(prompt(30), greedy(2))  # 8 blocks
     made.submit(prompt(12), greedy(2))  # 4 blocks: does not fit yet
@@ -118,7 +118,7 @@ def test_no_request_overtakes_the_head_of_the_queue() -> None:
     assert [s[0] for s in slices(made.step())] == [1]
 
 
-def test_the_first_answer_goes_out_with_the_step_that_made_it() -> None:
+def test_the_first_token_is_sent_right_after_its_step() -> None:
     made = driver()
     key = made.submit((1, 2), greedy(1))
     made.want_batch()
@@ -153,7 +153,7 @@ def test_each_dispatcher_gets_one_message_with_its_own_tokens() -> None:
 # ---------------------------------------------------------------- a full cache
 
 
-def test_the_latest_of_the_lowest_class_gives_way_and_comes_back_with_the_same_tokens() -> None:
+def test_the_latest_of_the_lowest_class_is_preempted_and_resumes_with_the_same_tokens() -> None:
     made = driver(block_count=6, block_tokens=4, max_batch_tokens=16)
     old = made.submit(prompt(6), greedy(14))
     young = made.submit(prompt(6, first=30), greedy(14))
@@ -173,7 +173,7 @@ def heard(commands: Sequence[w.Command]) -> list[tuple[tuple[int, ...], tuple[in
     return [(e.preempted, e.resumed) for e in emits if e.preempted or e.resumed]
 
 
-def test_a_dispatcher_is_told_once_that_a_request_waits_again_and_once_that_it_runs_again() -> None:
+def test_a_preemption_and_its_end_are_each_reported_once_to_the_dispatcher() -> None:
     made = driver(block_count=6, block_tokens=4, max_batch_tokens=16)
     made.submit(prompt(6), greedy(14))
     young = made.submit(prompt(6, first=30), greedy(14))
@@ -196,7 +196,7 @@ def test_a_preempted_request_that_ends_is_not_reported_as_resumed() -> None:
     made.run_to_end()
 
 
-def test_a_newcomer_that_waits_is_not_told_to_and_one_with_an_answer_is() -> None:
+def test_waiting_is_reported_for_resumed_requests_but_not_for_new_ones() -> None:
     made = driver(block_count=4, block_tokens=4)
     made.submit(prompt(10), greedy(3))
     newcomer = made.submit(prompt(10, first=5), greedy(3))
@@ -219,7 +219,7 @@ def test_a_preemption_by_a_smaller_capacity_is_reported_after_its_tokens() -> No
     made.run_to_end()
 
 
-def test_an_interactive_request_never_gives_way_to_one_of_the_default_class() -> None:
+def test_an_interactive_request_is_never_preempted_for_one_of_the_default_class() -> None:
     made = driver(block_count=6, block_tokens=4)
     made.submit(prompt(6), greedy(14), priority=PriorityClass.DEFAULT)
     made.submit(prompt(6, first=30), greedy(14), priority=PriorityClass.INTERACTIVE)
@@ -237,7 +237,7 @@ def test_a_preempted_sequence_does_not_return_in_the_same_step() -> None:
     assert [s[0] for s in slices(made.executed[-1])] == [1]
 
 
-def test_a_request_that_can_never_fit_is_turned_away_at_once() -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     made = driver(block_count=4, block_tokens=4)
     key = made.submit(prompt(16), greedy(1))
     assert ending(made, key).finish_reason is FinishReason.ERROR
@@ -258,7 +258,7 @@ def test_a_request_that_outgrows_the_cache_ends_with_an_error_and_affects_no_oth
     made.assert_empty()
 
 
-def test_a_reserve_keeps_a_newcomer_from_taking_the_last_blocks() -> None:
+def test_a_reserve_keeps_a_new_request_from_taking_the_last_blocks() -> None:
     made = driver(block_count=10, block_tokens=4, admission_reserve_fraction=0.2)
     made.submit(prompt(20), greedy(9))  # 6 blocks
     made.submit(prompt(7, first=5), greedy(2))  # 2 blocks: all but the reserve
@@ -266,7 +266,7 @@ def test_a_reserve_keeps_a_newcomer_from_taking_the_last_blocks() -> None:
     assert {s[0] for s in slices(made.step())} == {1, 2}
 
 
-def test_new_blocks_let_waiting_requests_in() -> None:
+def test_waiting_requests_are_admitted_into_new_blocks() -> None:
     made = driver(block_count=4, block_tokens=4)
     made.submit(prompt(10), greedy(3))
     made.submit(prompt(10, first=5), greedy(3))
@@ -278,7 +278,7 @@ def test_new_blocks_let_waiting_requests_in() -> None:
 # ---------------------------------------------------------------- limits
 
 
-def test_the_waiting_line_is_bounded_by_requests() -> None:
+def test_the_queue_is_bounded_by_requests() -> None:
     made = driver(max_running_count=1, max_waiting_count=2)
     keys = [made.submit(prompt(3), greedy(2)) for _ in range(4)]
     assert [made.received[k].ending is None for k in keys] == [True, True, True, False]
@@ -289,14 +289,14 @@ def test_the_waiting_line_is_bounded_by_requests() -> None:
     assert made.core.totals.refused == 1
 
 
-def test_the_waiting_line_is_bounded_by_tokens() -> None:
+def test_the_queue_is_bounded_by_tokens() -> None:
     made = driver(max_running_count=1, max_waiting_tokens=20)
     keys = [made.submit(prompt(n), greedy(2)) for n in (3, 15, 6, 5)]
     assert [made.received[k].ending is None for k in keys] == [True, True, False, True]
     assert "max_num_queued_tokens 20" in ending(made, keys[2]).error
 
 
-def test_a_preempted_request_is_not_turned_away_by_a_full_line() -> None:
+def test_a_preempted_request_is_not_refused_by_a_full_queue() -> None:
     made = driver(block_count=6, block_tokens=4, max_running_count=2, max_waiting_count=1)
     keys = [made.submit(prompt(6, first=n), greedy(14)) for n in (0, 30, 60)]
     made.run_to_end()
@@ -389,7 +389,7 @@ def test_a_result_of_the_wrong_size_is_a_bug() -> None:
         made.core.handle(w.StepDone(0.0, StepResult(1, (1, 2), (None, None), 0.0), ("", "")))
 
 
-def test_check_sees_blocks_that_an_ended_sequence_holds_and_tells_the_story() -> None:
+def test_check_finds_blocks_of_an_ended_sequence_and_reports_its_story() -> None:
     made = driver()
     made.submit(prompt(3))
     made.step()
@@ -403,7 +403,7 @@ def test_check_sees_blocks_that_an_ended_sequence_holds_and_tells_the_story() ->
         core.check()
 
 
-def test_the_story_of_a_sequence_is_told_while_it_lives_and_is_bounded() -> None:
+def test_the_story_of_a_sequence_is_available_while_it_exists_and_is_bounded() -> None:
     made = driver(block_count=6, block_tokens=4)
     made.submit(prompt(6), greedy(14))
     made.submit(prompt(6, first=30), greedy(14))
@@ -453,7 +453,7 @@ def test_opening_a_stream_twice_forgets_nothing() -> None:
     assert core.has_work
 
 
-def test_check_sees_a_sequence_that_is_in_no_lane_or_in_another_than_is_noted() -> None:
+def test_check_finds_a_sequence_in_no_lane_or_in_the_wrong_one() -> None:
     made = driver()
     made.submit(prompt(3))
     made.step()

@@ -7,7 +7,7 @@ import pytest
 from services.worker.emulation.clock import MOST_S, GpuClock
 
 
-def test_a_late_beginning_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_start_is_compensated(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = machine(monkeypatch, late_s=0.004)
     clock = GpuClock()
     clock.run(0.1, now_s[0], None)
@@ -19,7 +19,7 @@ def test_a_late_beginning_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not clock.lost_s
 
 
-def test_a_step_begins_when_its_message_would_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_begins_when_its_message_would_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = machine(monkeypatch, late_s=0.0)
     clock = GpuClock()
     clock.run(0.1, now_s[0], 99.99)

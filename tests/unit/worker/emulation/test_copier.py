@@ -1,4 +1,4 @@
-"""Swapping of an emulated device's KV: blocks keep their contents, and copies take as long as their bytes would."""
+"""Swapping of an emulated device's KV: blocks keep their contents, and copies take as long as on the device."""
 
 import time
 
@@ -31,7 +31,7 @@ def test_a_sequence_continues_from_its_returned_blocks() -> None:
     engine.close()
 
 
-def test_copies_take_as_long_as_the_bytes_that_go_one_way() -> None:
+def test_copies_take_as_long_as_the_bytes_of_one_direction() -> None:
     engine = small_engine()
     block_bytes = engine.memory.kv.shape.block_bytes
     copier = EmulatedCopier(engine.memory, 8, block_bytes * len(_LAYERS) / 0.02)

@@ -98,7 +98,7 @@ def blocks(count: int, first_mark: int) -> list[torch.Tensor]:
     return tensors
 
 
-def test_messages_come_in_order_and_tensors_as_their_size() -> None:
+def test_messages_arrive_in_order_and_tensors_as_their_size() -> None:
     async def story() -> list[Message]:
         async with pair() as both:
             a, _ = await both.connect()
@@ -119,7 +119,9 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
 
 
 async def test_a_short_message_does_not_overtake_a_long_one() -> None:
-    """Each short message is sent while a long one is almost through, and would not have to wait by itself."""
+    """Each short message is sent while a long one is almost complete, so that the short one alone would not have to
+    wait.
+    """
     async with pair(bytes_per_s=1e7) as both:
         a, _ = await both.connect()
         for topic in range(200):
@@ -130,7 +132,7 @@ async def test_a_short_message_does_not_overtake_a_long_one() -> None:
         assert [message.topic for message in both.seen[1].messages] == list(range(200))
 
 
-async def test_a_transfer_brings_the_marks_and_takes_its_time() -> None:
+async def test_a_transfer_copies_the_marks_and_takes_as_long_as_its_bytes() -> None:
     async with pair(bytes_per_s=40 * BLOCK_BYTES) as both:
         a, _ = await both.connect()
         both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]  # the pieces of both sides may differ
@@ -167,7 +169,7 @@ async def test_a_transfer_that_is_refused_and_one_that_is_cancelled() -> None:
         assert ended.outcome is TransferOutcome.CANCELLED
 
 
-async def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
+async def test_a_link_retired_by_the_peer_is_reported_as_ended() -> None:
     async with pair() as both:
         a, b = await both.connect()
         both.planes[1].retire(2)
@@ -209,7 +211,7 @@ async def test_two_epochs_share_a_connection() -> None:
         assert [message.topic for message in both.seen[1].messages] == [5]
 
 
-async def test_a_peer_that_does_not_come() -> None:
+async def test_a_peer_that_never_connects() -> None:
     async with pair() as both:
         a, b = both.planes
         for caller, peer in ((a, b), (b, a)):

@@ -9,7 +9,7 @@ CELL = 4096
 SECOND = 1 << 40
 
 
-def test_cells_far_behind_take_no_memory_for_those_in_front() -> None:
+def test_a_cell_far_back_takes_no_memory_for_the_cells_before_it() -> None:
     area = Area()
     area.divide(CELL, SECOND)
     area.set_cell(3, 33)

@@ -68,7 +68,7 @@ def test_stages_pass_activations_on(engine: EmulatedEngine) -> None:
     assert result.token_ids == (ANSWER[0],)
 
 
-def test_the_sequence_goes_on_under_another_leader(engine: EmulatedEngine) -> None:
+def test_the_sequence_continues_under_another_leader(engine: EmulatedEngine) -> None:
     step(engine, 1, 0, PROMPT, added=True)
     decode(engine, 2)
     engine.runner.forget_all()
@@ -76,7 +76,7 @@ def test_the_sequence_goes_on_under_another_leader(engine: EmulatedEngine) -> No
 
 
 @pytest.mark.parametrize("layer", range(4))
-def test_kv_of_one_layer_that_never_came(engine: EmulatedEngine, layer: int) -> None:
+def test_kv_of_one_layer_that_never_arrived(engine: EmulatedEngine, layer: int) -> None:
     step(engine, 1, 0, PROMPT, added=True)
     engine.runner.forget_all()
     phantom(engine.memory.kv.layer(layer)).area.set_cell(TABLE[0], 0)
@@ -105,7 +105,7 @@ def test_the_contents_of_dropped_layers_are_gone(engine: EmulatedEngine) -> None
     before = engine.block_count
     after = engine.memory.drop_layers([2, 3])
     assert after > before
-    assert phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])  # kept until the victims have been sent
+    assert phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])  # retained until the victims' KV has been sent
     engine.memory.release_retired()
     assert not phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])
     engine.check()
@@ -113,7 +113,7 @@ def test_the_contents_of_dropped_layers_are_gone(engine: EmulatedEngine) -> None
     assert report.parameter_bytes + report.kv_bytes + report.free_bytes == report.budget_bytes
 
 
-def test_two_groups_at_a_time_have_marks_of_their_own(engine: EmulatedEngine) -> None:
+def test_two_groups_at_a_time_have_separate_marks(engine: EmulatedEngine) -> None:
     """The old group's KV stays intact while the new group writes into blocks of its own, and can be removed
     separately.
     """
@@ -144,7 +144,7 @@ def test_two_groups_at_a_time_have_marks_of_their_own(engine: EmulatedEngine) ->
     engine.check()
 
 
-def test_a_layer_is_looked_at_again_by_another_group_only(engine: EmulatedEngine) -> None:
+def test_a_layer_is_checked_again_only_by_another_group(engine: EmulatedEngine) -> None:
     step(engine, 1, 0, PROMPT, added=True)
     phantom(engine.memory.parameters.layer(2)[WEIGHTS]).write([1])
     chunk = Batch(2, (), (NewSequence(2, PROMPT, (), SamplingParams(seed=1)),), (Slice(2, 0, PROMPT, False),))
@@ -158,7 +158,7 @@ def test_a_layer_is_looked_at_again_by_another_group_only(engine: EmulatedEngine
     assert engine.runner.wrong_total == 1
 
 
-def test_compaction_takes_contents_along(engine: EmulatedEngine) -> None:
+def test_compaction_moves_contents(engine: EmulatedEngine) -> None:
     step(engine, 1, 0, PROMPT, added=True)
     engine.memory.move([(TABLE[0], 20), (TABLE[1], 21), (TABLE[2], 22)])
     engine.runner.forget_all()
@@ -166,7 +166,7 @@ def test_compaction_takes_contents_along(engine: EmulatedEngine) -> None:
     assert engine.step(batch, [(20, 21, 22, 23)]).token_ids == (ANSWER[1],)
 
 
-def test_blocks_that_are_not_there(engine: EmulatedEngine) -> None:
+def test_blocks_that_do_not_exist(engine: EmulatedEngine) -> None:
     with pytest.raises(InvariantViolation, match="is used, but there are"):
         engine.step(Batch(1, (), (new(),), (Slice(1, 0, PROMPT, True),)), [(0, 1, engine.block_count)])
 

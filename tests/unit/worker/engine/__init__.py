@@ -1,4 +1,4 @@
-"""Makes the interpreter of triton 3.6 (torch 2.11) behave like that of 3.7. Otherwise numpy 2.4 and later refuse loops
+"""Makes the interpreter of triton 3.6 (torch 2.11) behave like that of 3.7: with numpy 2.4 and later, 3.6 refuses loops
 whose bounds the kernel has loaded.
 """
 

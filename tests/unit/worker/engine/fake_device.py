@@ -186,7 +186,7 @@ def pretend_values() -> None:
 
         return of(tensor.shape)
 
-    real_tensor, real_from_numpy = torch.tensor, torch.from_numpy  # these make real tensors, whatever the device
+    real_tensor, real_from_numpy = torch.tensor, torch.from_numpy  # these create real tensors, whatever the device
 
     def tensor(data: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
         real = real_tensor(data, dtype=dtype)
@@ -240,7 +240,7 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     for role, name, batch, tables in steps():
         first, last = ROLES[role]
         rows = sum(len(part.token_ids) for part in batch.slices)
-        # A link that carries host memory delivers hidden states on the CPU.
+        # A link over host memory delivers hidden states on the CPU.
         hidden = None if first == 0 else torch.empty(rows, config.hidden_size, dtype=dtype)
         before = kernel.launches
         fused.launches.clear()

@@ -21,7 +21,7 @@ def multiply_rows(a: np.ndarray, b: np.ndarray, dtype: type[np.generic]) -> np.n
 
 
 def compare(outputs: int, size: int, dtype: torch.dtype) -> None:
-    """Every row has the same bits alone and among others, at any position."""
+    """Checks that every row has the same bits alone and among others, at any position."""
     torch.manual_seed(0)
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     multiply = products.InvariantProducts()

@@ -102,6 +102,17 @@ def require_tokens_of_what_is_no_number(device: torch.device = CPU) -> None:
                 assert all(token in range(*broken.indices(vocabulary)) for token in chosen)
 
 
+def require_small_changes(device: torch.device = CPU) -> None:
+    """Changes that are lost if bfloat16 logits are changed in place, whose steps are 1/8 from 16 to 32."""
+    gpu, logits_RV = GpuSampler(40, [2], device), torch.zeros(3, 40, dtype=torch.bfloat16)
+    logits_RV[:, [5, 7]] = 20.0
+    gpu.add(NewSequence(0, (1,), (), SamplingParams(temperature=0.0)))
+    gpu.add(NewSequence(1, (1,), (), SamplingParams(temperature=0.0, logit_bias={7: 0.05})))
+    gpu.add(NewSequence(2, (1,), (5,), SamplingParams(temperature=0.0, frequency_penalty=0.05)))
+    rows = [SampleRow(i, 1) for i in range(3)]
+    assert sample(gpu, rows, logits_RV.to(device)).token_ids == (5, 7, 7)
+
+
 def require_grammars(device: torch.device = CPU) -> None:
     """A grammar that is followed, an invalid one, and none: results and error texts equal those of the CPU."""
     with tempfile.TemporaryDirectory() as folder:
@@ -138,6 +149,7 @@ def main() -> None:
     assert compare(16, 600, 3, steps=2) == 0
     require_the_best_put_aside()
     require_tokens_of_what_is_no_number()
+    require_small_changes()
     require_grammars()
 
 

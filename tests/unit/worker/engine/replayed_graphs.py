@@ -34,7 +34,7 @@ class Watched(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.used: set[int] = set()
-        self._made: list[torch.Tensor] = []  # allocated meanwhile, for which a graph has its own memory
+        self._made: list[torch.Tensor] = []  # allocated since then; a graph has its own memory for these
 
     def use(self, values: Sequence[Any]) -> None:
         made = {tensor.untyped_storage().data_ptr() for tensor in self._made}
@@ -189,6 +189,13 @@ def hidden_of(engine: Engine, first_block: int) -> torch.Tensor:
     return out
 
 
+def run_larger_step(engine: Engine) -> None:
+    """Run a chunk that is larger than any step of this worker's own, as a follower of a leader with a higher limit."""
+    batch = Batch(0, (), (NewSequence(0, (3,) * 40, (), GREEDY),), (Slice(0, 0, (3,) * 40, True),))
+    engine.runner.run_stage(batch, [BlockPool(3, engine.block_tokens).take(40)], None, first_layer=0, last_layer=1)
+    engine.runner.forget_all()
+
+
 def main() -> None:
     record = Record()
     with tempfile.TemporaryDirectory() as name:
@@ -202,9 +209,10 @@ def main() -> None:
             assert tokens_of(engine) == expected
             replayed, blocks = record.replayed, engine.block_count
             assert replayed > 0
+            run_larger_step(engine)
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
-            for _ in range(2):  # first recorded, then replayed, with KV in memory of the dropped parameters
+            for _ in range(2):  # first recorded, then replayed, with KV in the memory of the dropped parameters
                 assert torch.equal(hidden_of(engine, engine.block_count - 3), expected_TD)
             assert (record.recorded, record.replayed) == (4, replayed + 1)
             engine.memory.make_room_for_layers(DROPPED, block_count=blocks)

@@ -102,7 +102,7 @@ def test_attention_equals_its_definition(shares: list[tuple[int, int]], kernels:
     World(shares).check(kernels)
 
 
-def test_small_buckets_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_buckets_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_BUCKET_BYTES", 8192)
     World([(length, 1) for length in (1, 2, 3, 30, 31, 32, 33, 90, 91, 100)]).check("torch")
 
@@ -112,7 +112,7 @@ def test_a_table_that_is_too_short_is_a_bug() -> None:
         Packer(BLOCK_TOKENS).pack([Slice(3, 7, (1, 1), True)], [(0, 1)])
 
 
-def test_a_table_is_read_again_when_it_is_another_object() -> None:
+def test_a_table_is_reread_when_it_is_another_object() -> None:
     packer = Packer(BLOCK_TOKENS)
     assert packer.pack([Slice(1, 4, (1,), True)], [(7, 8)]).slots_T.tolist() == [32]
     assert packer.pack([Slice(1, 8, (1,), True)], [(7, 8, 5)]).slots_T.tolist() == [20]

@@ -20,7 +20,7 @@ from tools.model.tiny import make_tiny
 BLOCKS = 600
 
 
-def test_without_a_device_the_engine_says_so(model_dir: Path) -> None:
+def test_without_a_device_the_engine_reports_it(model_dir: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     with pytest.raises(ConfigError, match="device"):

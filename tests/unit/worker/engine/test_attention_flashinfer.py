@@ -41,7 +41,7 @@ def cases(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def packed_of(shares: list[tuple[int, int]], block_tokens: int) -> tuple[PackedStep, torch.Tensor]:
-    """A packed step, and which slots its sequences own: [B, T]."""
+    """Return a packed step, and which slots its sequences own: [B, T]."""
     pool = BlockPool(BLOCKS, block_tokens)
     slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(shares)]
     # Block tables are longer than the contexts need, as a scheduler's may be.
@@ -152,7 +152,7 @@ def test_on_a_gpu_fused_kernels_write_the_cache_and_flashinfer_attends(tmp_path:
     assert torch.equal(rows_T, torch.from_numpy(packed.slots_T // 16 * 32 + packed.slots_T % 16))
 
 
-def test_an_engine_says_the_same_with_flashinfer_and_nothing_is_recorded(
+def test_an_engine_generates_the_same_tokens_with_flashinfer_and_records_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir = make_tiny("qwen3", tmp_path / "model", seed=7, layers=2, head_dim=64)
@@ -203,7 +203,7 @@ def test_unsupported_models_are_refused(dtype: torch.dtype, head_dim: int, said:
         FlashInferAttention(4, 2, head_dim, dtype, CPU, FakeFlashInfer())
 
 
-def test_without_the_package_the_command_that_brings_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_install_command_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> None:
         raise ImportError(name)
 
@@ -221,12 +221,12 @@ def test_an_older_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])
-def test_on_a_cpu_there_is_nothing_to_choose(model_dir: Path, name: str) -> None:
+def test_on_a_cpu_no_backend_can_be_chosen(model_dir: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend: {name} computes on GPUs, with device cpu use auto"):
         load_engine(model_dir, device_memory_bytes=8 << 20, attention_backend=name)
 
 
-def test_an_unknown_one_is_refused(model_dir: Path) -> None:
+def test_an_unknown_backend_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="attention_backend: 'xformers' is not supported; use one of auto, triton"):
         load_engine(model_dir, device_memory_bytes=8 << 20, attention_backend="xformers")
 

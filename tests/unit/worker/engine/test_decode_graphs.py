@@ -19,10 +19,11 @@ from torch.distributed import Work
 from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
-from services.worker.engine import implementation, load
+from services.worker.engine import decode_graphs, implementation, load
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.model_config import ModelConfig
+from services.worker.engine.packing import Packer
 from services.worker.engine.peers import Peers
 from services.worker.engine.rehearsal import Largest
 from services.worker.ranks.channel import RankLog, RankLost
@@ -71,6 +72,36 @@ def test_a_device_that_cannot_record_is_reported_with_a_remedy(
     load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=largest, enforce_eager=True).close()
 
 
+@torch.inference_mode()
+def test_a_batch_with_safepoints_does_not_record_its_layers_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_tiny("llama", tmp_path / "model", layers=8, max_len=64)
+    recorded: list[object] = []
+
+    def record(launch: Callable[[], None]) -> Callable[[], None]:
+        recorded.append(launch)
+        return lambda: None
+
+    monkeypatch.setattr(implementation, "own_attention", attention)
+    monkeypatch.setattr(load, "recorder", lambda device: record)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(decode_graphs, "_UNUSED_CALLS", 20)
+    with load_engine(
+        model_dir, device_memory_bytes=8 << 20, kernels="torch", largest=Largest(tokens=8, sequences=1)
+    ) as engine:
+        graphs, recorded_first = engine.runner.graphs, len(recorded)
+        assert graphs is not None
+        packed = Packer(engine.block_tokens).pack([Slice(0, 0, (3,), True)], [(0,)])
+        hidden_TD = engine.model.embed(*[torch.zeros(1, dtype=torch.int64)] * 2)
+        for _ in range(3):
+            done = [graphs.run_layers(hidden_TD, packed, range(layer, layer + 1)) is not None for layer in range(8)]
+            assert done == [True] * 4 + [False] * 4
+        assert len(recorded) == recorded_first + 4
+        found = [graphs.run_layers(hidden_TD, packed, range(4)) for _ in range(20)]  # as a stage after a drop
+        assert found[-1] is not None
+        assert len(recorded) == recorded_first + 5
+
+
 def refusing_share(
     model_dir: Path, *, refusing: int, once_aborted: type[Exception], device: str, peers: Peers
 ) -> Engine:
@@ -114,7 +145,7 @@ def test_a_rank_that_cannot_record_is_reported_at_once_and_no_rank_waits(
     assert not [each for each in psutil.Process().children() if "services.worker.ranks" in each.cmdline()]
 
 
-def test_a_sum_that_cannot_be_recorded_is_no_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_that_cannot_be_recorded_is_not_reported_as_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def allreduce(self, tensors: Sequence[torch.Tensor], opts: object) -> Work:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -143,10 +174,10 @@ def test_results_of_an_aborted_sum_are_discarded(model_dir: Path) -> None:
 
     class Silent:
         def tell(self, message: object) -> None:
-            """There is no other rank."""
+            """Does nothing, since there is no other rank."""
 
         def lost(self) -> None:
-            """The loss has not been noticed yet."""
+            """Returns no reason: the loss has not been noticed yet."""
 
     summing = Summing()
     group = RankGroup(cast(Any, summing), 0, 2, torch.device("cuda", 0))

@@ -55,7 +55,7 @@ def test_the_second_engine_starts_from_the_copy_of_the_first(root: Path, model: 
     assert list(root.iterdir()) == []
 
 
-def test_another_packing_is_another_copy(root: Path, model: Path) -> None:
+def test_another_packing_gets_its_own_copy(root: Path, model: Path) -> None:
     with load(model, kernels="torch"), load(model, dtype="float64", kernels="torch"):
         assert len(list(root.iterdir())) == 2
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
+def test_fused_kernels_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
     kernels = importlib.import_module("services.worker.engine.fused_kernels")
     norm, rotation, activation = signatures(dtype)
     variants = [(kernels.add_and_norm, norm, norm_constants(size, has_added=True)) for size in (896, 8192, 16384)]

@@ -1,4 +1,4 @@
-"""Batches are padded, so that oneDNN does not compile its products anew for every batch size."""
+"""Batches are padded, so that oneDNN need not compile its products for every batch size."""
 
 import random
 from pathlib import Path
@@ -12,7 +12,7 @@ from services.worker.engine.load import load_engine
 from tests.support.engine import Job, forward, generate
 
 
-def test_padding_costs_a_sixteenth_and_leaves_few_sizes() -> None:
+def test_padding_adds_at_most_a_sixteenth_and_gives_few_sizes() -> None:
     padded = {rows: padded_rows(rows) for rows in range(1, 4097)}
     assert all(rows <= size <= rows * 17 / 16 for rows, size in padded.items())
     assert all(padded_rows(size) == size for size in padded.values())

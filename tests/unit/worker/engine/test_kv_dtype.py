@@ -48,7 +48,7 @@ def logits(engine: Engine, sizes: Sequence[int] = (len(PROMPT),)) -> torch.Tenso
 
 
 def apart(folder: Path, **options: Any) -> float:
-    """Root mean square of the change of logits due to float8, relative to their spread."""
+    """Root mean square of the change of the logits due to float8, relative to the logits' spread."""
     results: list[torch.Tensor] = []
     for name in ("auto", FP8):
         with load(folder, name, **options) as engine:
@@ -63,7 +63,7 @@ def test_logits_are_near_those_of_exact_kv(kernels: str, dtype: str, tiny: Path)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma2", "qwen3_moe"])
-def test_models_of_transformers_have_it_too(family: str, tmp_path: Path) -> None:
+def test_transformers_models_with_kv_in_float8(family: str, tmp_path: Path) -> None:
     """The families have latent attention, attention sinks, soft caps and sliding windows, or experts."""
     assert 1e-4 < apart(write_family(family, tmp_path), dtype="float32") < 0.25
 
@@ -116,7 +116,7 @@ def test_unsupported_settings_are_refused_before_loading(options: dict[str, str]
         choose_model(tiny, **(given | options))  # pyright: ignore[reportArgumentType]
 
 
-def test_settings_that_cannot_be_are_refused_before_a_process_starts() -> None:
+def test_impossible_settings_are_refused_before_a_process_starts() -> None:
     given = ["--model", "m", "--kv-cache-dtype", FP8, "--attention-backend", "flashinfer"]
     with pytest.raises(ConfigError, match="not with FlashInfer"):
         load_settings(WorkerSettings, given, {})
@@ -171,7 +171,7 @@ def test_scales_of_the_checkpoint_are_used_whatever_their_names(kernels: str, tm
         found(scaled("wrong", v_scale=2.0**14))
 
 
-def test_scales_of_a_latent_are_not_those_of_its_keys_and_values(tmp_path: Path) -> None:
+def test_scales_of_latent_kv_are_ignored(tmp_path: Path) -> None:
     folder = write_family("deepseek_v3:fp8", tmp_path)
     with load(folder, dtype="float32") as engine:
         plain = logits(engine)

@@ -98,7 +98,9 @@ def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> 
         assert torch.equal(head.read(table["weight"], engine.kernels), stored["lm_head.weight"])
 
 
-def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_load_the_same_parameters_through_their_own_memory(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The readers work as for a GPU, but without pinned memory."""
     slots: list[str] = []
     monkeypatch.setattr(checkpoint, "_BAND_ELEMENTS", 1 << 10)
@@ -116,7 +118,7 @@ def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, mon
             tensor.fill_(-1.0)
         opened.fill(layer_parameters(config_of(engine), 1, layout), stored)
         assert all(torch.equal(stored[name], wanted[name]) for name in stored)
-    assert len(set(slots)) == len(slots) > 0, "each reader must have one slot of its own"
+    assert len(set(slots)) == len(slots) > 0, "each reader must have its own slot"
     assert not any(thread.name.startswith("readers") for thread in threading.enumerate())
 
 
@@ -142,7 +144,7 @@ def test_auto_takes_the_checkpoint_dtype(tmp_path: Path) -> None:
         assert engine.memory.kv.layer(0).dtype == torch.bfloat16
 
 
-def test_closing_twice_is_fine(model_dir: Path) -> None:
+def test_closing_twice_is_allowed(model_dir: Path) -> None:
     engine = load(model_dir)
     engine.close()
     engine.close()
@@ -229,7 +231,7 @@ def test_a_damaged_index_is_named(model_dir: Path, weight_map: object) -> None:
         ({"block_tokens": 0}, "block_tokens: must be at least 1"),
     ],
 )
-def test_options_that_cannot_be_had_are_named(model_dir: Path, options: dict[str, object], message: str) -> None:
+def test_unsupported_options_are_named(model_dir: Path, options: dict[str, object], message: str) -> None:
     assert message in refused(model_dir, **options)
 
 
@@ -244,7 +246,7 @@ def test_float16_agrees_with_float32(model_dir: Path) -> None:
     assert (logits[1].float() - logits[0]).std() < 5e-3 * logits[0].std()
 
 
-def test_a_gpu_has_matrices_as_the_checkpoint_has_them(model_dir: Path) -> None:
+def test_on_a_gpu_matrices_are_not_padded(model_dir: Path) -> None:
     """Padding to the width of a register helps a CPU, but breaks the tiles of a GPU's products."""
     config = read_model_config(model_dir)
     layout = layout_for("cuda:1", None)

@@ -86,7 +86,7 @@ CHANGES: list[tuple[Callable[[Tensors], Tensors], str]] = [
 
 
 @pytest.mark.parametrize(("change", "why"), CHANGES)
-def test_tensors_that_have_no_place(
+def test_tensors_without_a_target_module_are_refused(
     change: Callable[[Tensors], Tensors], why: str, model_dir: Path, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "a", model_dir)
@@ -95,7 +95,7 @@ def test_tensors_that_have_no_place(
         read(folder, model_dir)
 
 
-def test_files_that_cannot_be_read(model_dir: Path, tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a LoRA adapter is a folder with adapter_config.json"):
         read(tmp_path / "nowhere", model_dir)
     folder = write_adapter(tmp_path / "a", model_dir)
@@ -110,7 +110,7 @@ def test_files_that_cannot_be_read(model_dir: Path, tmp_path: Path) -> None:
         read(folder, model_dir)
 
 
-def test_adapters_take_their_share_of_the_budget(model_dir: Path, tmp_path: Path) -> None:
+def test_adapters_count_towards_the_memory_budget(model_dir: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", model_dir, rank=64)
     with load_engine(model_dir, device_memory_bytes=8 << 20) as engine:
         alone = engine.memory_report()
@@ -121,7 +121,7 @@ def test_adapters_take_their_share_of_the_budget(model_dir: Path, tmp_path: Path
     assert [one.name for one in info.adapters] == ["a"]
 
 
-def test_the_compiled_kernels_compute_none(model_dir: Path, tmp_path: Path) -> None:
+def test_the_compiled_kernels_support_no_adapters(model_dir: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", model_dir)
     with pytest.raises(ConfigError, match="compute no LoRA adapters"):
         load_engine(model_dir, device_memory_bytes=8 << 20, lora_modules={"a": adapter}, kernels="native")

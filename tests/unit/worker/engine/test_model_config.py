@@ -33,7 +33,7 @@ def test_a_config_is_read(model_dir: Path) -> None:
     assert not config.tied_embeddings
 
 
-def test_numbers_may_be_written_as_text_and_heads_left_open(model_dir: Path, edit: Edit) -> None:
+def test_numbers_may_be_written_as_text_and_heads_omitted(model_dir: Path, edit: Edit) -> None:
     plain = read_model_config(model_dir)
     written = {"hidden_size": str(plain.hidden_size), "rms_norm_eps": str(plain.rms_norm_eps)}
     assert read_model_config(edit(**written)) == plain
@@ -146,7 +146,7 @@ def test_a_sliding_window_shortens_the_longest_sequence(tmp_path: Path) -> None:
         assert read_model_config(model_dir).max_position == longest
 
 
-def test_qwen_has_a_switch_for_its_window(tmp_path: Path) -> None:
+def test_qwens_use_sliding_window_flag_is_followed(tmp_path: Path) -> None:
     model_dir = make_tiny("qwen2", tmp_path / "m", layers=1, max_len=512)
     path = model_dir / "config.json"
     plain = json.loads(path.read_text()) | {"sliding_window": 64}

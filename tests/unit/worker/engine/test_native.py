@@ -39,7 +39,7 @@ def padded(bias: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_packing_in_bands_is_undone(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_packing_in_bands_is_reversible(kernels: Kernels, dtype: torch.dtype) -> None:
     matrix = torch.randn(145, 22).to(dtype)
     bands = torch.zeros(packed_shape((145, 22), dtype), dtype=dtype)
     for first, last in ((70, 145), (0, 3), (3, 35), (35, 70)):
@@ -91,7 +91,7 @@ def test_linear_gives_a_row_the_same_bits_in_any_batch(kernels: Kernels, dtype: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (5, 3, 1)])
-def test_each_group_of_rows_is_multiplied_with_its_dense_matrix(
+def test_each_group_of_rows_is_multiplied_by_its_dense_matrix(
     kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """A row also gives the same bits without the other rows of its group."""
@@ -116,7 +116,7 @@ def test_each_group_of_rows_is_multiplied_with_its_dense_matrix(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_are_gated_and_weighted(kernels: Kernels, dtype: torch.dtype, *, biased: bool) -> None:
-    """A row also gives the same bits alone; a number of no expert adds nothing."""
+    """A row also gives the same bits alone; an expert number that does not exist adds nothing."""
     torch.manual_seed(8)
     rows, hidden, inner, count, each = 37, 44, 19, 5, 3
     x = torch.randn(rows, hidden + 3).to(dtype)[:, :hidden]
@@ -167,7 +167,7 @@ def test_threads_change_no_bit(kernels: Kernels, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float8_is_written_as_torch_rounds(kernels: Kernels, dtype: torch.dtype) -> None:
-    """All values of the format, values between them, larger ones, and infinities."""
+    """Covers all values of the format, values between them, larger ones, and infinities."""
     torch.manual_seed(6)
     exact = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     exact = exact[~exact.isnan()]

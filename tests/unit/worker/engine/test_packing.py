@@ -1,4 +1,4 @@
-"""Block tables remembered from earlier steps do not change a packed step: a new packer gives the same result."""
+"""Block tables cached from earlier steps do not change a packed step: a new packer gives the same result."""
 
 import random
 from dataclasses import fields
@@ -29,7 +29,7 @@ def require_equal(step: PackedStep, expected: PackedStep) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tables_that_grow_are_replaced_and_are_forgotten(seed: int) -> None:
+def test_tables_may_grow_be_replaced_and_be_forgotten(seed: int) -> None:
     rng, packer = random.Random(seed), Packer(BLOCK_TOKENS)
     contexts: dict[int, int] = {}
     tables: dict[int, tuple[int, ...]] = {}
@@ -83,7 +83,7 @@ def test_a_layout_for_other_ranks_is_little_more_than_its_block_tables() -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_are_in_the_order_that_an_activation_log_takes_them_to_be_in(seed: int) -> None:
+def test_rows_are_in_the_order_that_an_activation_log_expects(seed: int) -> None:
     rng = random.Random(seed)
     slices = [Slice(i, rng.randrange(30), (1,) * rng.choice((1, 1, 2, 5)), samples=False) for i in range(12)]
     packed = Packer(4).pack(slices, [range(10 * i, 10 * i + 10) for i in range(12)])

@@ -165,7 +165,7 @@ def test_tiles_of_prompts_are_as_large_as_registers_allow(
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
-def test_the_kernel_that_joins_parts_fits_as_well(capability: int) -> None:
+def test_the_kernel_that_merges_parts_fits_as_well(capability: int) -> None:
     done = compiled_join(capability)
     assert (done.spilled_bytes, done.registers <= 128, done.shared_bytes <= 48 << 10) == (0, True, True)
 
@@ -230,7 +230,7 @@ def test_a_context_is_split_by_its_own_length() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 64, 256])
-def test_any_context_is_recorded(rows: int) -> None:
+def test_contexts_of_any_length_are_recorded(rows: int) -> None:
     """Batches of up to 256 rows, with contexts up to the longest, are recorded with fewer programs than parts."""
     attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
     staged = StagedDecodes(attention, 256, 131_072, BLOCK_TOKENS)
@@ -260,8 +260,8 @@ def test_interpreted_kernel_equals_cpu() -> None:
 # ------------------------------------------------------------ launched
 
 
-def test_a_step_compiles_nothing_that_another_one_has_not() -> None:
-    """Tables of any width and any number of rows need two variants: with and without chunks."""
+def test_all_steps_share_two_compiled_variants() -> None:
+    """Tables of any width and any number of rows need only two variants: with and without chunks."""
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     assert [p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize] == [
         "out_ptr", "q_ptr", "kv_ptr", "shape_ptr", "tables_ptr", "tiles_ptr", "parts_ptr", "weights_ptr",
@@ -287,7 +287,7 @@ def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_kernels_get_the_address_of_a_block_that_the_step_uses(name: str) -> None:
+def test_kernels_get_the_address_of_a_mapped_block(name: str) -> None:
     """After a restore nothing is mapped at a layer's start address, and Triton refuses an unmapped address."""
     pool = BlockPool(BLOCKS, BLOCK_TOKENS)
     pool.take(BLOCK_TOKENS)  # no sequence of this step has block 0

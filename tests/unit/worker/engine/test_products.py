@@ -42,7 +42,7 @@ def test_the_product_fits_into_registers_and_shared_memory(
     assert dtype == torch.float32 or "mma" in done.ptx
 
 
-def test_a_row_gives_the_same_bits_whatever_is_beside_it() -> None:
+def test_a_row_gives_the_same_bits_in_any_batch_size() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.interpreted_products"]
     subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=300)
 
@@ -61,12 +61,12 @@ def chosen(model_dir: Path, device: str, **given: object) -> BallastModel:
     return made
 
 
-def test_a_gpu_multiplies_by_it_and_a_cpu_need_not(model_dir: Path) -> None:
+def test_a_gpu_uses_the_product_and_a_cpu_need_not(model_dir: Path) -> None:
     assert chosen(model_dir, "cuda").batch_invariant
     assert not chosen(model_dir, "cpu").batch_invariant
 
 
-def test_the_model_multiplies_by_it(model_dir: Path) -> None:
+def test_the_model_uses_the_product(model_dir: Path) -> None:
     with load_engine(model_dir, device_memory_bytes=8 << 20, kernels="torch") as engine:
         assert isinstance(engine.implementation, BallastModel)
         model, _ = replace(engine.implementation, batch_invariant=True).assemble(engine.memory, None, 64)

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from ballast.common.errors import ConfigError
 from services.worker.core.batch import Slice
 from services.worker.engine import scaled_products, transformers_model
+from services.worker.engine.division import Division, RankCut
 from services.worker.engine.load import load_engine
+from services.worker.engine.packed_parameters import PackedParameter, Placed, divided
 from services.worker.engine.quantised import Number, Packing, quantisation_of
 from services.worker.engine.transformers_model import TransformersDecoder
 from tests.support.engine import forward
@@ -51,6 +53,16 @@ def test_experts_whose_halves_share_blocks_are_made_dense_when_they_are_loaded(t
         names = engine.memory.parameters.layer(0)
         assert names["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.float32
         assert names["model.layers.0.mlp.experts.down_proj_values"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("rows", "multiplied"), [(64, True), (48, False)])
+def test_a_share_is_multiplied_in_float8_if_its_own_size_allows_it(rows: int, multiplied: bool) -> None:
+    packing = Packing(shape=(rows, 32), number=Number.FP8, block=(1, 32), scale_dtype=torch.float32)
+    whole = PackedParameter(packing, [Placed("matrix")], multiplied=True)
+    share = divided(whole, RankCut(-2), Division(0, 2, lambda _: None))
+    assert share is not None
+    assert share.packing.shape == (rows // 2, 32)
+    assert share.multiplied == multiplied
 
 
 @pytest.mark.parametrize("form", ["fp8 channels", "fp8 tensors"])
@@ -128,7 +140,7 @@ def test_on_a_gpu_products_in_float8_are_near_those_of_dequantised_matrices(scal
         ({"quant_method": "awq", "version": "gemv"}, "'gemv' is not supported, gemm is"),
     ],
 )
-def test_a_method_that_is_not_read_is_refused_by_its_configuration(told: object, why: str, tmp_path: Path) -> None:
+def test_an_unsupported_method_is_refused_by_its_configuration(told: object, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
         quantisation_of(tmp_path, {"quantization_config": told})
 
@@ -157,7 +169,7 @@ def changed(folder: Path, config: dict[str, Any] | None = None, **tensors: torch
         ("gptq", {}, {"{}.scales": torch.ones(4, 32, dtype=torch.float16)}, "its scales are of 32 outputs"),
     ],
 )
-def test_a_matrix_that_is_stored_in_another_way_is_refused(
+def test_a_matrix_stored_in_an_unexpected_format_is_refused(
     form: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], why: str, tmp_path: Path
 ) -> None:
     assert form in FORMATS

@@ -115,14 +115,14 @@ def test_a_launched_step_computes_tokens_that_the_host_does_not_know_yet(model_d
 
 
 def test_the_first_batch_may_have_nothing_to_sample(model_dir: Path) -> None:
-    """The first chunk of a long prompt on a worker that has just started."""
+    """Computes the first chunk of a long prompt on a worker that has just started."""
     with engine_of(model_dir) as engine:
         new = NewSequence(1, (5, 6, 7), (), GREEDY)
         result = engine.step(Batch(0, (), (new,), (Slice(1, 0, (5, 6), False),)), [(0,)])
         assert result.token_ids == ()
 
 
-def test_an_empty_batch_only_forgets(model_dir: Path) -> None:
+def test_an_empty_batch_only_removes_sequences(model_dir: Path) -> None:
     with engine_of(model_dir) as engine:
         engine.step(Batch(0, (), (NewSequence(1, (5,), (), GREEDY),), ()), [])
         assert engine.runner.sequence_ids == (1,)
@@ -131,7 +131,7 @@ def test_an_empty_batch_only_forgets(model_dir: Path) -> None:
         assert engine.runner.sequence_ids == ()
 
 
-def test_a_block_that_does_not_exist_is_a_bug_and_no_crash(model_dir: Path) -> None:
+def test_a_block_that_does_not_exist_is_reported_as_a_bug(model_dir: Path) -> None:
     with engine_of(model_dir) as engine, pytest.raises(InvariantViolation, match="is used, but there are"):
         engine.step(
             Batch(0, (), (NewSequence(1, (5,), (), GREEDY),), (Slice(1, 0, (5,), True),)), [(engine.block_count,)]
@@ -139,7 +139,7 @@ def test_a_block_that_does_not_exist_is_a_bug_and_no_crash(model_dir: Path) -> N
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_blocks_of_the_other_window_are_as_good(model_dir: Path, kernels: str) -> None:
+def test_blocks_of_the_other_window_give_the_same_tokens(model_dir: Path, kernels: str) -> None:
     """As on a stage of two groups, the old group's KV stays in the first window while the new group uses the second."""
     with load_engine(model_dir, dtype="float32", device_memory_bytes=16 << 20, kernels=kernels) as engine:
         memory = engine.memory

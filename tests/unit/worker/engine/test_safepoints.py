@@ -64,7 +64,7 @@ def test_tokens_are_those_of_whole_steps(model: Path, safepoint_layers: int, pre
         assert _answer(engine, safepoint_layers, preempted_at) == whole
 
 
-def test_ranks_give_way_together(model: Path) -> None:
+def test_ranks_are_preempted_together(model: Path) -> None:
     ranked = load_ranked(
         partial(load_engine, model, device_memory_bytes=8 << 20, dtype="float64"), ["cpu", "cpu"], RankLog()
     )

@@ -80,7 +80,7 @@ def most_probable(row_V: torch.Tensor, count: int) -> set[int]:
     return set(row_V.topk(count).indices.tolist())
 
 
-def test_greedy_takes_the_best() -> None:
+def test_greedy_takes_the_largest_logit() -> None:
     row = logits(1)[0]
     assert once(SamplingParams(temperature=0.0), row).token_ids == (int(row.argmax()),)
 
@@ -230,7 +230,7 @@ def test_history_grows_with_sampled_tokens() -> None:
     assert tokens == [10, 11, 12, 10]
 
 
-def test_min_tokens_keeps_the_ends_away() -> None:
+def test_min_tokens_excludes_end_tokens() -> None:
     row = torch.zeros(VOCAB)
     row[[EOS, 7, 8]] = torch.tensor([9.0, 8.0, 7.0])
     sampling = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7, 99_999))
@@ -256,7 +256,7 @@ def test_a_bad_word_is_never_completed() -> None:
     assert tokens == [11, 11, 12, 11, 11, 12]
 
 
-def test_allowed_tokens_are_all_that_an_answer_has() -> None:
+def test_an_answer_consists_of_allowed_tokens_only() -> None:
     row = logits(8)[0]
     allowed = tuple(range(3, VOCAB, 17))
     tokens = {
@@ -297,7 +297,7 @@ def test_logprobs_zero_gives_the_chosen_token_alone() -> None:
     assert logprobs.top == ()
 
 
-def test_a_mistake_of_the_caller_is_named() -> None:
+def test_caller_errors_are_named() -> None:
     chosen = sampler()
     chosen.add(NewSequence(1, (5,), (), SamplingParams(temperature=0.0)))
     with pytest.raises(InvariantViolation, match="sequence 1 is added twice"):
@@ -313,7 +313,7 @@ def test_a_mistake_of_the_caller_is_named() -> None:
 @pytest.mark.parametrize("vocabulary", [7, 300, 32_001, 128_256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_compiled_draws_are_those_of_torch(vocabulary: int, dtype: torch.dtype) -> None:
-    """Thousands of draws from flat and peaked rows, with every filter and instruction set."""
+    """Compares thousands of draws from flat and peaked rows, with every filter and instruction set."""
     native = native_kernels()
     assert native is not None
     rng, best = np.random.default_rng(vocabulary), native.isa
@@ -347,7 +347,7 @@ def test_compiled_draws_are_those_of_torch(vocabulary: int, dtype: torch.dtype) 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_logits_that_are_no_numbers_give_some_token(value: float, dtype: torch.dtype) -> None:
+def test_nan_logits_give_some_token(value: float, dtype: torch.dtype) -> None:
     native = native_kernels()
     assert native is not None
     given = [
@@ -365,8 +365,8 @@ def test_logits_that_are_no_numbers_give_some_token(value: float, dtype: torch.d
         assert all(0 <= token < VOCAB for token in at_once(native, logits_RV, given, np.full(len(given), 0.7)))
 
 
-def test_a_grammar_that_gives_up_is_an_error_of_its_row_alone(tmp_path: Path) -> None:
-    """Otherwise its matcher would allow the answer to end, as if it were complete."""
+def test_a_failing_grammar_is_an_error_of_its_row_alone(tmp_path: Path) -> None:
+    """Without an error, the matcher would allow the answer to end as if it were complete."""
     file = tmp_path / "tokenizer.json"
     train_tokenizer(VOCAB, qwen=False).save(str(file))
     made = Sampler(VOCAB, [EOS], torch.device("cpu"), Grammars(file, VOCAB, [EOS]), _kernels)

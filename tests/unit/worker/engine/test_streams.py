@@ -77,7 +77,7 @@ def as_on_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_the_engines_stream_is_its_own_and_has_priority(driver: Driver) -> None:
-    """torch hands out 32 streams of each priority in turn. All other streams here have the default priority."""
+    """torch assigns 32 streams of each priority in rotation. All other streams here have the default priority."""
     enter = streams.own_stream(GPU)
     [stream] = driver.made
     assert stream.priority < Stream(GPU).priority
@@ -88,9 +88,7 @@ def test_the_engines_stream_is_its_own_and_has_priority(driver: Driver) -> None:
     assert len(driver.made) == 2
 
 
-def test_on_the_host_and_on_a_device_that_is_missing_there_is_none(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_and_a_missing_device_have_no_stream(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our error message for a missing device is clearer than torch's, so torch must not raise first."""
     streams.own_stream(torch.device("cpu"))()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPU.index)
@@ -152,7 +150,7 @@ def test_checksums_are_read_after_the_copies_that_load_the_layer(
     assert [stream] == as_on_a_gpu.made
 
 
-async def test_the_engine_thread_computes_there(
+async def test_the_engine_thread_computes_on_the_engines_stream(
     model_dir: Path, as_on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on = set[tuple[str, Stream | None]]()
@@ -188,7 +186,7 @@ class Graph:
         """Launches on the current stream."""
 
 
-def test_steps_are_recorded_on_it_and_one_that_cannot_be_leaves_it_usable(
+def test_steps_are_recorded_on_the_stream_and_a_failed_recording_leaves_it_usable(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[Graph] = []

@@ -55,7 +55,7 @@ def test_ranks_generate_the_tokens_of_one(arch: str, count: int, tmp_path: Path)
         assert list(threads.map(one, range(count))) == [alone] * count
 
 
-def test_what_is_told_of_the_model_is_that_of_all_ranks(tmp_path: Path) -> None:
+def test_reported_facts_cover_all_ranks(tmp_path: Path) -> None:
     model_dir = make_tiny("llama", tmp_path / "tiny", layers=2)
 
     def info(peers: OneOf | None = None) -> tuple[int, int, int, int]:
@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_divided_is_refused(
         load_engine(model_dir, device_memory_bytes=MEMORY_BYTES, peers=OneOf(Together(count), 0))
 
 
-def test_the_compiled_kernels_are_not_for_several_ranks(tmp_path: Path) -> None:
+def test_the_compiled_kernels_are_refused_for_several_ranks(tmp_path: Path) -> None:
     model_dir = make_tiny("llama", tmp_path / "tiny", layers=1)
     with pytest.raises(ConfigError, match="a sum over ranks"):
         load_engine(model_dir, device_memory_bytes=MEMORY_BYTES, kernels="native", peers=OneOf(Together(2), 0))

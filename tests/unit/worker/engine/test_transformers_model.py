@@ -107,6 +107,21 @@ def test_a_model_whose_layers_cannot_be_divided_serves_alone(experts: Path, monk
         load_engine(experts, device_memory_bytes=MEMORY_BYTES)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "cohere"])
+def test_tokens_in_bfloat16_are_the_best_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = write_family(family, tmp_path)
+    with load_engine(folder, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
+        jobs = [Job(i, tuple(range(5 + i, 5 + i + length)), 3) for i, length in enumerate((1, 7, 20))]
+        generate(engine, jobs)
+        assert isinstance(engine.model, TransformersDecoder)
+        for job in jobs:
+            with torch.inference_mode():
+                logits_TV = engine.model.reference(torch.tensor(job.prompt + tuple(job.chosen))).float()
+            rows_RV = logits_TV[len(job.prompt) - 1 : -1]
+            worse_R = rows_RV.amax(1) - rows_RV[range(3), job.chosen]
+            assert (worse_R <= 0.05 * rows_RV.abs().amax(1)).all()  # the best, up to rounding
+
+
 def test_a_tied_matrix_is_held_once_and_experts_are_joined(experts: Path, tmp_path: Path) -> None:
     with load_engine(experts, device_memory_bytes=MEMORY_BYTES) as engine:
         names = engine.memory.parameters.layer(0)
@@ -121,7 +136,7 @@ def test_a_tied_matrix_is_held_once_and_experts_are_joined(experts: Path, tmp_pa
         assert head.data_ptr() == embedding.data_ptr()
 
 
-def test_parts_in_float32_coexist_with_bfloat16_and_kv_is_cleared(tmp_path: Path) -> None:
+def test_float32_parts_work_with_bfloat16_and_kv_is_cleared(tmp_path: Path) -> None:
     folder = write_family("glm4_moe", tmp_path)
     with load_engine(folder, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
         dtypes = {tensor.dtype for tensor in engine.memory.parameters.layer(2).values()}
@@ -147,7 +162,7 @@ def test_parts_in_float32_coexist_with_bfloat16_and_kv_is_cleared(tmp_path: Path
         ({"moe_intermediate_size": 24}, "config.json asks for"),
     ],
 )
-def test_what_is_wrong_is_said(experts: Path, tmp_path: Path, values: dict[str, Any], why: str) -> None:
+def test_errors_are_named(experts: Path, tmp_path: Path, values: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_engine(change(experts, tmp_path, **values), device_memory_bytes=MEMORY_BYTES)
 
@@ -200,7 +215,7 @@ def test_the_text_decoder_of_a_multimodal_model_is_served(model_type: str, tmp_p
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl_moe"])
-def test_a_decoder_that_has_no_class_of_its_own_is_served(model_type: str, tmp_path: Path) -> None:
+def test_a_decoder_without_its_own_class_is_served(model_type: str, tmp_path: Path) -> None:
     folder = write_whole(model_type, tmp_path)
     prompts = [tuple(range(5, 5 + length)) for length in (3, 40)]
     jobs = [Job(i, prompt, 8) for i, prompt in enumerate(prompts)]
@@ -210,7 +225,7 @@ def test_a_decoder_that_has_no_class_of_its_own_is_served(model_type: str, tmp_p
     assert [tuple(job.chosen) for job in jobs] == [one.token_ids for one in greedy_alone(folder, prompts, 8)]
 
 
-def test_tensors_of_other_names_are_refused_before_anything_starts(experts: Path, tmp_path: Path) -> None:
+def test_tensors_of_unknown_names_are_refused_before_anything_starts(experts: Path, tmp_path: Path) -> None:
     folder = change(experts, tmp_path)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     file = folder / index["weight_map"]["model.norm.weight"]
@@ -221,7 +236,7 @@ def test_tensors_of_other_names_are_refused_before_anything_starts(experts: Path
         describe_model(folder)
 
 
-def test_a_model_that_computes_other_logits_than_its_decoder_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_logits_differ_from_its_decoders_is_refused(tmp_path: Path) -> None:
     config, cls = small_configuration("cohere2_vision")
     config.architectures = [cls.__name__]
     config.save_pretrained(tmp_path)

@@ -36,8 +36,8 @@ class Ended:
 
 @dataclass
 class Recorder:
-    """A receiver that records what arrives. A transfer lands in tensors of the sizes in its opening message, or in a
-    single tensor if it has none.
+    """A receiver that records what arrives. A transfer is written into tensors of the sizes in its opening message, or
+    into a single tensor if it has none.
     """
 
     messages: list[Message] = field(default_factory=list[Message])

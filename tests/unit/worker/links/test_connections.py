@@ -82,7 +82,7 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def test_epochs_come_and_go_over_one_connection(pair: Pair) -> None:
+def test_epochs_begin_and_end_over_one_connection(pair: Pair) -> None:
     first = pair.connect(1)
     second = pair.connect(2)
     assert [link.connection for link in first] == [link.connection for link in second]
@@ -98,7 +98,7 @@ def test_epochs_come_and_go_over_one_connection(pair: Pair) -> None:
     pair.recorders["w2"].wait("messages", 1)
 
 
-def test_a_link_is_up_when_both_sides_take_part_and_not_before(pair: Pair) -> None:
+def test_a_link_is_up_only_once_both_sides_have_joined(pair: Pair) -> None:
     pair.connect(1)
     w1, w2 = pair.planes.values()
     early = w1.warm("w2", w2.store_address, 2, 30.0)
@@ -117,7 +117,7 @@ def test_the_activations_of_the_largest_step_fit_into_a_message(pair: Pair) -> N
     pair.recorders["w2"].wait("messages", 1)
 
 
-def test_a_side_that_waits_in_vain_abandons_the_epoch_and_notifies_the_other(pair: Pair) -> None:
+def test_a_side_that_times_out_abandons_the_epoch_and_notifies_the_other(pair: Pair) -> None:
     [link, _] = pair.connect(1)
     w1, w2 = pair.planes.values()
     with pytest.raises(DeadlineExceeded, match="epoch 2: w2 did not connect"):
@@ -130,7 +130,7 @@ def test_a_side_that_waits_in_vain_abandons_the_epoch_and_notifies_the_other(pai
     assert pair.planes["w1"].link("w2", 1) is not None
 
 
-def test_a_side_that_abandons_an_epoch_just_as_the_other_joins_does_not_take_it_for_joined(
+def test_abandoning_an_epoch_while_the_other_side_joins_does_not_join_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [link, other] = pair.connect(1)
@@ -153,7 +153,7 @@ def test_a_side_that_abandons_an_epoch_just_as_the_other_joins_does_not_take_it_
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_peer_that_comes_and_goes_at_once_has_come(pair: Pair, leaves: bool) -> None:
+def test_a_peer_that_joins_and_leaves_at_once_counts_as_joined(pair: Pair, leaves: bool) -> None:
     """The side that waits for the peer may wake up only after the peer has left again."""
     [mine, theirs] = pair.connect(1)
     link = mine.connection._links.setdefault(2, Link(mine.connection, 2))  # this side has joined epoch 2 and waits
@@ -175,7 +175,7 @@ def test_many_epochs_at_once_share_one_connection(pair: Pair) -> None:
     assert sorted(link.epoch for link in links) == sorted([*range(1, 6)] * 2)
 
 
-def test_a_connection_that_breaks_ends_all_its_links_and_is_made_anew(pair: Pair) -> None:
+def test_a_broken_connection_ends_all_its_links_and_is_reopened(pair: Pair) -> None:
     old = [*pair.connect(1), *pair.connect(2)]
     old[0].give_up("the test breaks it")
     until(lambda: not any(link.is_up for link in old))
@@ -187,10 +187,8 @@ def test_a_connection_that_breaks_ends_all_its_links_and_is_made_anew(pair: Pair
 
 
 @pytest.mark.parametrize("who_retires", [0, 1])
-def test_a_message_that_is_too_late_for_its_epoch_ends_no_other_epoch(pair: Pair, who_retires: int) -> None:
-    """An example is an answer to a migration of a replaced layout that is sent while the next layout is being
-    prepared.
-    """
+def test_a_message_for_an_ended_epoch_ends_no_other_epoch(pair: Pair, who_retires: int) -> None:
+    """For example, an answer to a migration of the replaced layout is sent while the next layout is being prepared."""
     old, new = pair.connect(1), pair.connect(2)
     old[who_retires].retire()
     until(lambda: all(link.retired or link.ended is LinkState.CLOSED for link in old))
@@ -205,7 +203,9 @@ def test_a_message_that_is_too_late_for_its_epoch_ends_no_other_epoch(pair: Pair
 
 @pytest.mark.parametrize("who", ["w1", "w2"])
 def test_a_side_that_has_not_noticed_the_end_follows_the_other_to_a_new_connection(pair: Pair, who: str) -> None:
-    """The notice of the end is in transit or lost. The peer is at the rendezvous again, or does not answer."""
+    """The notice of the connection's end is in transit or lost. The peer is at the rendezvous again, or does not
+    answer.
+    """
     old = pair.connect(1)
     plane = pair.planes[who]
     forgotten = plane._connections.pop("w2" if who == "w1" else "w1")  # this side opens a new connection
@@ -217,7 +217,7 @@ def test_a_side_that_has_not_noticed_the_end_follows_the_other_to_a_new_connecti
     forgotten.close()
 
 
-def test_another_life_gets_another_connection(pair: Pair) -> None:
+def test_a_new_incarnation_gets_a_new_connection(pair: Pair) -> None:
     [old, _] = [future.result(60) for future in pair.warm(1, lives=(5, 6))]
     pair.restart("w2")
     [new, _] = [future.result(60) for future in pair.warm(2, lives=(5, 77))]
@@ -225,7 +225,7 @@ def test_another_life_gets_another_connection(pair: Pair) -> None:
     assert not old.is_up
 
 
-def test_a_connection_without_epochs_is_kept_for_a_while(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_epochs_stays_open_for_a_while(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     links = pair.connect(1)
     for plane in pair.planes.values():
         plane.retire(2)
@@ -238,7 +238,7 @@ def test_a_connection_without_epochs_is_kept_for_a_while(pair: Pair, monkeypatch
     assert all(plane.facts()[0].epochs == (2,) for plane in pair.planes.values()), "no connection in use may be closed"
 
 
-def test_a_peer_that_joins_without_end_takes_a_bounded_number_of_places(pair: Pair) -> None:
+def test_a_peer_that_joins_endlessly_uses_a_limited_number_of_slots(pair: Pair) -> None:
     [mine, theirs] = pair.connect(1)
     for epoch in range(2, 1000):
         theirs.connection.tell(FrameKind.JOIN, epoch)

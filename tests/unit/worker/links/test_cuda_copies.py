@@ -134,7 +134,7 @@ def test_failed_computations_are_reported_and_so_are_later_ones(driver: Driver) 
     assert not any(thread.name.startswith("links-fetch") for thread in threading.enumerate())
 
 
-def test_copies_wait_for_no_kernel_and_are_over_at_the_end_even_if_one_fails(driver: Driver) -> None:
+def test_copies_wait_for_no_kernel_and_have_ended_on_return_even_if_one_fails(driver: Driver) -> None:
     copies, streams = CudaCopies(GPU), list[Stream]()
 
     def copy() -> None:
@@ -159,12 +159,12 @@ def test_copies_wait_for_no_kernel_and_are_over_at_the_end_even_if_one_fails(dri
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-    assert len({id(stream) for stream in streams}) == 2, "each thread must copy on a stream of its own"
+    assert len({id(stream) for stream in streams}) == 2, "each thread must copy on its own stream"
     assert all(event.on is not driver.engine for event in Event.made)
     assert not any(stream.waits_for for stream in streams)
 
 
-def test_blocks_are_gathered_by_one_launch_for_a_slot_and_cross_the_bus_in_one_copy(driver: Driver) -> None:
+def test_blocks_of_a_slot_are_gathered_by_one_launch_and_copied_at_once(driver: Driver) -> None:
     copies = CudaCopies(GPU)
     copies._kernel = kernel = HostGatherer(lambda: driver.current_stream(GPU))
     empty = torch.empty
@@ -210,7 +210,7 @@ def test_blocks_are_gathered_by_one_launch_for_a_slot_and_cross_the_bus_in_one_c
     assert not left[777 + size :].any()
 
 
-def test_a_communicators_work_is_waited_for_in_the_driver_without_polling(
+def test_waiting_for_a_communicator_happens_in_the_driver_without_polling(
     driver: Driver,
 ) -> None:
     behind_it = list[Stream]()
@@ -240,7 +240,7 @@ def test_a_communicators_work_is_waited_for_in_the_driver_without_polling(
     finished.result(20)
 
 
-def test_on_the_host_there_is_nothing_to_wait_for() -> None:
+def test_on_the_host_nothing_is_waited_for() -> None:
     copies = copies_for(HOST)
     assert isinstance(copies, HostCopies)
     assert copies.mark() is None

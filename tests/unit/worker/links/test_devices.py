@@ -109,7 +109,7 @@ def ends(copies: DeviceCopies) -> Iterator[Ends]:
     ends.close()
 
 
-def test_bulk_lands_in_memory_that_the_host_may_not_touch(ends: Ends) -> None:
+def test_bulk_data_arrives_in_memory_that_the_host_must_not_access(ends: Ends) -> None:
     sources = [pattern(size, seed=size) for size in (1, 70 * KB, 3, 2048 * KB, 999)]
     cuts = [5, 1024 * KB, 100, sum(t.numel() for t in sources) - 1024 * KB - 105]
     transfer = ends.links[0].transfer(TrafficClass.KV, [on_device(s) for s in sources], meta=str(cuts).encode())
@@ -118,7 +118,7 @@ def test_bulk_lands_in_memory_that_the_host_may_not_touch(ends: Ends) -> None:
     assert torch.equal(arrived, torch.cat(sources))
 
 
-def test_blocks_that_lie_between_those_of_others_go_by_the_slot(ends: Ends, copies: DeviceCopies) -> None:
+def test_interleaved_blocks_are_sent_slot_by_slot(ends: Ends, copies: DeviceCopies) -> None:
     cache, size = on_device(pattern(40 << 20, seed=3)), 64 * KB
     blocks = [cache[first : first + size] for first in range(0, cache.numel(), 2 * size)]
     transfer = ends.links[0].transfer(TrafficClass.KV, blocks, meta=str([3 * size] * 106 + [2 * size]).encode())
@@ -130,7 +130,7 @@ def test_blocks_that_lie_between_those_of_others_go_by_the_slot(ends: Ends, copi
 
 
 @pytest.mark.parametrize("rows", [2, 2048])  # inside the frame, and after it
-def test_hidden_states_land_on_the_device(ends: Ends, rows: int) -> None:
+def test_hidden_states_arrive_on_the_device(ends: Ends, rows: int) -> None:
     hidden = torch.randn(rows, 64)
     ends.links[0].send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(hidden)).result(30)
     ends.recorders[1].wait("messages", 1)
@@ -150,7 +150,7 @@ def test_data_that_the_host_reads_arrives_in_host_memory(ends: Ends) -> None:
         assert message.tensor.numpy().tobytes() == said
 
 
-def test_kv_that_goes_with_a_message_is_taken_from_one_device_to_the_other(ends: Ends) -> None:
+def test_kv_attached_to_a_message_is_moved_from_device_to_device(ends: Ends) -> None:
     kv, link = pattern(300 * KB, seed=1), ends.links[0]
     packed = link.pack([on_device(part) for part in kv.split(100 * KB)])
     link.send(TrafficClass.CONTROL, 3, tensor=packed).result(30)
@@ -203,7 +203,7 @@ def test_a_transfer_waits_until_its_bytes_are_computed(
     assert bool((touchable(ends.recorders[1].there[0]) == 7).all())
 
 
-def test_only_hidden_states_are_wanted_on_the_device() -> None:
+def test_only_hidden_states_are_received_on_the_device() -> None:
     hub = Hub(lambda event: None, device=DEVICE)
     assert [topic for topic in Topic if hub.device_of(topic) == DEVICE] == [Topic.BATCH, Topic.ACTIVATIONS]
 
@@ -226,7 +226,7 @@ def test_the_transport_of_links_follows_from_the_memory(
     assert bool(device_bytes(said, device)) == (device != "cpu")
 
 
-def test_memory_is_reserved_for_what_nccl_takes_once_in_a_process() -> None:
+def test_memory_is_reserved_for_nccls_allocations_per_process() -> None:
     slots_bytes = 8 * 16 << 20
     assert device_bytes("tcp", "cuda") == slots_bytes
     assert device_bytes("tcp", "cuda:1", ranks=2) == slots_bytes + (310 << 20)

@@ -10,7 +10,7 @@ from services.worker.links.traffic import TrafficClass
 
 
 @pytest.mark.parametrize("dtype", sorted(SUPPORTED_DTYPES, key=str))
-def test_a_message_header_comes_back(dtype: torch.dtype) -> None:
+def test_a_message_header_survives_a_round_trip(dtype: torch.dtype) -> None:
     header = Header(
         kind=FrameKind.MESSAGE,
         traffic=TrafficClass.ACTIVATION,
@@ -28,7 +28,7 @@ def test_a_message_header_comes_back(dtype: torch.dtype) -> None:
     assert unpack(header.pack(), "w2") == header
 
 
-def test_a_chunk_header_comes_back() -> None:
+def test_a_chunk_header_survives_a_round_trip() -> None:
     header = Header(
         kind=FrameKind.CHUNK,
         traffic=TrafficClass.PARAMETERS,

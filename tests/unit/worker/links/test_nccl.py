@@ -87,7 +87,7 @@ def fates(**by_peer: list[Fate]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("ends", [by_peer], indirect=True)
 
 
-def test_device_data_is_sent_directly_and_other_data_over_the_host(ends: Ends) -> None:
+def test_device_data_is_sent_directly_and_other_data_through_the_host(ends: Ends) -> None:
     link = ends.link("w2")
     hidden, said, kv = torch.randn(2048, 64), b"word " * 40 * KB, pattern(3000 * KB, seed=3)
     link.send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(hidden)).result(30)
@@ -108,7 +108,7 @@ def test_device_data_is_sent_directly_and_other_data_over_the_host(ends: Ends) -
     assert not ends.wires["w2"].mismatched
 
 
-def test_a_pair_has_one_communicator_and_it_is_made_with_the_link(ends: Ends) -> None:
+def test_a_pair_has_one_communicator_that_is_created_with_the_link(ends: Ends) -> None:
     ends.link("w2")
     for group in ends.wires["w2"].groups:
         assert group.connected_to == [DEVICE]
@@ -117,7 +117,7 @@ def test_a_pair_has_one_communicator_and_it_is_made_with_the_link(ends: Ends) ->
 
 @fates(w2=[Fate.FINE, Fate.FAILS])
 def test_a_failed_receive_breaks_its_link_and_delivers_nothing(ends: Ends) -> None:
-    """NCCL reports the failed receive as completed."""
+    """NCCL reports a failed receive as completed."""
     broken, other = ends.link("w2"), ends.link("w3")
     first = broken.transfer(TrafficClass.KV, [on_device(pattern(2000 * KB, seed=1))])
     assert first.done.result(30).outcome is TransferOutcome.DELIVERED
@@ -134,7 +134,7 @@ def test_a_failed_receive_breaks_its_link_and_delivers_nothing(ends: Ends) -> No
 
 
 @fates(w2=[Fate.NEVER_ENDS])
-def test_a_payload_that_never_comes_ends_the_link_in_time_and_the_process_lives(ends: Ends) -> None:
+def test_a_payload_that_never_arrives_ends_the_link_in_time_but_not_the_process(ends: Ends) -> None:
     link, began_s = ends.link("w2"), time.monotonic()
     sent = link.send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(torch.ones(100 * KB)))
     with pytest.raises(Unavailable):
@@ -145,7 +145,7 @@ def test_a_payload_that_never_comes_ends_the_link_in_time_and_the_process_lives(
 
 
 @fates(w2=[Fate.NEVER_ENDS])
-def test_a_peer_that_dies_in_the_middle_ends_its_link_only(ends: Ends) -> None:
+def test_a_peer_that_dies_during_a_transfer_ends_only_its_link(ends: Ends) -> None:
     link, other = ends.link("w2"), ends.link("w3")
     transfer = link.transfer(TrafficClass.KV, [on_device(pattern(2048 * KB, seed=1))])
     deadline_s = time.monotonic() + 30
@@ -163,8 +163,8 @@ def test_a_peer_that_dies_in_the_middle_ends_its_link_only(ends: Ends) -> None:
     assert ends.recorders["w2"].ended[0].outcome == "broken"
 
 
-def test_torch_does_not_watch_over_groups_when_the_first_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise torch's watchdog would end the process when a peer dies."""
+def test_torchs_watchdog_is_off_when_the_first_group_is_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its watchdog, torch would end the process when a peer dies."""
     for name in UNWATCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
@@ -174,7 +174,7 @@ def test_torch_does_not_watch_over_groups_when_the_first_is_made(monkeypatch: py
     assert UNWATCHED["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
-def test_torch_knows_these_switches_by_these_names() -> None:
+def test_torch_reads_these_environment_variables() -> None:
     header = os.path.join(torch.__path__[0], "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp")
     with open(header) as file:
         text = file.read()
@@ -200,12 +200,12 @@ def test_two_workers_on_one_gpu_get_an_error_with_a_remedy(devices: list[str], r
     assert all("set --transport tcp" in why for why in told)
 
 
-def test_nccl_is_refused_where_there_is_no_gpu() -> None:
+def test_nccl_is_refused_without_a_gpu() -> None:
     with pytest.raises(ConfigError, match="not that of cpu"):
         NcclTransport(torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this build of torch has NCCL")
-def test_nccl_is_refused_where_torch_has_none() -> None:
+def test_nccl_is_refused_if_torch_lacks_it() -> None:
     with pytest.raises(ConfigError, match="has no NCCL"):
         NcclTransport(torch.device("cuda", 0))

@@ -11,7 +11,7 @@ def sizes(rate: float | None = None) -> ChunkSize:
     return ChunkSize(512 * KIB, 4, 32 * KIB, 8 * KIB * KIB, rate)
 
 
-def test_a_size_that_was_set_holds_until_speed_and_stage_are_known() -> None:
+def test_the_configured_size_applies_until_speed_and_stage_are_known() -> None:
     chunks = sizes()
     assert chunks.bytes_for(0.01) == 512 * KIB
     for _ in range(20):
@@ -30,7 +30,7 @@ def test_data_in_flight_takes_a_stages_time_or_is_one_minimum_chunk(rate: float,
     assert size * window / rate <= stage_s or size == 32 * KIB
 
 
-def test_more_are_in_flight_while_no_activations_flow() -> None:
+def test_more_chunks_are_in_flight_while_no_activations_are_sent() -> None:
     assert sizes().window_for(activations_flow=False) == 4
 
 
@@ -51,7 +51,7 @@ def test_chunks_that_end_in_a_burst_count_together() -> None:
     assert chunks.rate_bytes_per_s == pytest.approx(1e9)
 
 
-def test_a_busy_machine_does_not_make_a_link_slow_for_good() -> None:
+def test_a_busy_machine_does_not_slow_a_link_permanently() -> None:
     """The rate is the maximum over several measurements, so those in which threads woke late do not count."""
     chunks = sizes()
     for _ in range(16):
@@ -61,7 +61,7 @@ def test_a_busy_machine_does_not_make_a_link_slow_for_good() -> None:
     assert chunks.rate_bytes_per_s == pytest.approx(1e8)
 
 
-def test_an_activation_is_expected_when_the_stage_will_be_through() -> None:
+def test_an_activation_is_expected_at_the_end_of_the_stage() -> None:
     pace = StagePace()
     pace.begins(10.0)
     assert pace.due_at_s is None, "no stage has run yet, so its duration is unknown"

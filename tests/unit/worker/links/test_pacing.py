@@ -21,7 +21,7 @@ def send_next(s: BulkSchedule) -> int:
     return grant.transfer
 
 
-def test_higher_class_first_then_equals_take_turns() -> None:
+def test_higher_class_first_then_equals_alternate() -> None:
     s = schedule()
     s.add(1, PARAMETERS, 20)
     s.add(2, KV, 20)
@@ -30,7 +30,7 @@ def test_higher_class_first_then_equals_take_turns() -> None:
     assert s.next(0.0, urgent=False) is None
 
 
-def test_a_newcomer_shares_and_does_not_catch_up() -> None:
+def test_a_new_transfer_shares_and_does_not_catch_up() -> None:
     s = schedule()
     s.add(1, KV, 1000)
     for _ in range(50):
@@ -54,7 +54,7 @@ def test_a_waiting_class_gets_a_chunk_in_the_end() -> None:
     assert [send_next(s) for _ in range(8)] == [1, 1, 1, 2, 1, 1, 1, 2]
 
 
-def test_bulk_stands_back_but_not_for_ever() -> None:
+def test_bulk_yields_but_not_forever() -> None:
     s = schedule()
     s.add(1, KV, 100)
     assert s.next(1.0, urgent=True) == Hold(1.005)
@@ -74,7 +74,7 @@ def test_part_of_a_grant_may_be_used() -> None:
     assert 1 not in s
 
 
-def test_a_moved_transfer_goes_on_where_it_was() -> None:
+def test_a_moved_transfer_continues_where_it_was() -> None:
     s = schedule()
     s.add(1, PARAMETERS, 30)
     send_next(s)
@@ -85,7 +85,7 @@ def test_a_moved_transfer_goes_on_where_it_was() -> None:
     s.check()
 
 
-def test_more_than_there_is_cannot_be_sent() -> None:
+def test_more_bytes_than_queued_cannot_be_sent() -> None:
     s = schedule()
     s.add(1, KV, 5)
     with pytest.raises(InvariantViolation):
@@ -98,7 +98,7 @@ def bulk(wire: Wire, size_bytes: int, at_s: float, since_s: float | None = None)
     return wire.take(size_bytes, urgent=False, since_s=at_s if since_s is None else since_s, at_s=at_s)
 
 
-def test_a_wire_lets_the_rate_through_and_remembers_no_idle_time() -> None:
+def test_a_wire_passes_its_rate_and_accumulates_no_idle_time() -> None:
     wire = Wire(100.0)
     assert bulk(wire, 50, 10.0) == 10.5
     assert bulk(wire, 50, 10.1) is None, "the first chunk is still on the wire"
@@ -113,7 +113,7 @@ def test_a_wire_with_a_queue_does_not_pause_for_a_late_thread() -> None:
     assert bulk(wire, 50, 19.0, since_s=10.1) == 19.45, "at most CATCH_UP_S of the delay is made up for"
 
 
-def test_bulk_does_not_take_the_wire_before_an_urgent_message_that_waits() -> None:
+def test_bulk_does_not_precede_a_waiting_urgent_message() -> None:
     wire = Wire(100.0)
     assert bulk(wire, 100, 10.0) == 11.0
     wire.urgent_waits()
@@ -130,7 +130,7 @@ def test_outside_urgent_phases_bulk_takes_a_free_wire_before_a_message() -> None
     assert wire.take(10, urgent=True, since_s=10.0, at_s=11.0) == 11.1
 
 
-def test_an_urgent_message_that_gives_up_lets_bulk_go() -> None:
+def test_an_urgent_message_that_stops_waiting_releases_bulk() -> None:
     wire = Wire(100.0)
     wire.urgent_waits()
     wire.urgent_goes()
@@ -139,7 +139,7 @@ def test_an_urgent_message_that_gives_up_lets_bulk_go() -> None:
         wire.urgent_goes()
 
 
-def test_the_schedule_knows_of_classes_above_parameters() -> None:
+def test_the_schedule_reports_classes_above_parameters() -> None:
     s = schedule()
     s.add(1, PARAMETERS, 30)
     assert not s.has_above_parameters

@@ -1,5 +1,5 @@
-"""Two sides meet, undisturbed by strangers and by peers that gave up. Both sides are in one process, over real
-sockets.
+"""Two sides meet, undisturbed by strangers and by peers that have stopped waiting. Both sides are in one process, over
+real sockets.
 """
 
 import json
@@ -84,8 +84,8 @@ def test_a_key_that_is_never_set_costs_the_deadline(rendezvous: Rendezvous) -> N
         meeting.connection.close()
 
 
-def test_after_the_deadline_there_is_nothing_to_be_had(rendezvous: Rendezvous) -> None:
-    """A side that is too late must not continue, because the other side has abandoned it."""
+def test_after_the_deadline_a_side_gets_an_error(rendezvous: Rendezvous) -> None:
+    """A side that is too late must not continue, since the other side has stopped waiting."""
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, HIGH, rendezvous.address, soon())
         host = PairStore(rendezvous.meet(LOW, soon()).connection)
@@ -170,7 +170,7 @@ def test_strangers_do_not_stop_a_meeting(rendezvous: Rendezvous, noise: bytes) -
         meet(rendezvous)
 
 
-def test_a_flood_of_noise_leaves_the_lobby_as_it_was(rendezvous: Rendezvous) -> None:
+def test_a_flood_of_noise_does_not_change_the_lobby(rendezvous: Rendezvous) -> None:
     random = Random(3)
     for _ in range(500):
         with dial(rendezvous) as stranger, suppress(OSError):
@@ -181,7 +181,7 @@ def test_a_flood_of_noise_leaves_the_lobby_as_it_was(rendezvous: Rendezvous) -> 
     meet(rendezvous)
 
 
-def test_a_dripping_caller_delays_no_one_and_is_soon_dropped(
+def test_a_slow_caller_delays_no_other_and_is_soon_dropped(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.6)
@@ -199,7 +199,7 @@ def test_a_dripping_caller_delays_no_one_and_is_soon_dropped(
     assert rendezvous.refused == {"too slow": len(drips)}
 
 
-def test_half_open_connections_take_a_bounded_number_of_places(
+def test_half_open_connections_use_a_limited_number_of_slots(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 60.0)
@@ -210,7 +210,7 @@ def test_half_open_connections_take_a_bounded_number_of_places(
         meet(rendezvous)
 
 
-def test_unexpected_callers_take_a_bounded_number_of_places(rendezvous: Rendezvous) -> None:
+def test_unexpected_callers_use_a_limited_number_of_slots(rendezvous: Rendezvous) -> None:
     with ExitStack() as stack:
         for number in range(module._MAX_PARKED + 20):
             park(stack.enter_context(dial(rendezvous)), hello(worker_id=f"stranger-{number}"))
@@ -218,7 +218,7 @@ def test_unexpected_callers_take_a_bounded_number_of_places(rendezvous: Rendezvo
         assert len(rendezvous._parked) <= module._MAX_PARKED
 
 
-def test_a_moment_without_file_descriptors_ends_nothing(rendezvous: Rendezvous) -> None:
+def test_a_temporary_lack_of_file_descriptors_ends_nothing(rendezvous: Rendezvous) -> None:
     host, port = rendezvous.address.split(":")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as stranger:
@@ -250,7 +250,7 @@ def introduce(rendezvous: Rendezvous, host_secret_of: bytes | None, mine: Hello 
         return calling.result(60)
 
 
-def test_two_that_have_the_secret_meet(guarded: Rendezvous) -> None:
+def test_two_sides_with_the_secret_meet(guarded: Rendezvous) -> None:
     meeting = introduce(guarded, SECRET)
     assert meeting.peer == LOW
     meeting.connection.close()
@@ -258,7 +258,7 @@ def test_two_that_have_the_secret_meet(guarded: Rendezvous) -> None:
 
 
 @pytest.mark.parametrize(("secret", "why"), [(None, "no proof"), (b"that of another cluster", "wrong proof")])
-def test_a_caller_without_the_secret_is_refused_and_told_why(
+def test_a_caller_without_the_secret_is_refused_with_the_reason(
     guarded: Rendezvous, secret: bytes | None, why: str
 ) -> None:
     with pytest.raises(PeerViolation, match=f"w1: refuses this worker's link: {why}"):
@@ -272,7 +272,7 @@ def test_a_host_without_the_secret_gets_no_link(rendezvous: Rendezvous) -> None:
         introduce(rendezvous, SECRET)
 
 
-def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Rendezvous) -> None:
+def test_an_overheard_handshake_is_useless(guarded: Rendezvous) -> None:
     """An attacker replays everything that it has overheard from a caller with the secret."""
     with dial(guarded) as caller, dial(guarded) as thief:
         line = hello_line(HIGH)
@@ -306,7 +306,7 @@ def test_a_proof_is_bound_to_message_and_sender() -> None:
     assert not is_proof("\N{SNOWMAN}", SECRET, "caller", hello, challenge)
 
 
-def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
+def test_a_host_that_answers_too_slowly_is_abandoned_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def drip() -> None:
@@ -326,7 +326,7 @@ def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
             dripping.result(60)
 
 
-def test_a_caller_that_gave_up_is_skipped(rendezvous: Rendezvous) -> None:
+def test_a_caller_that_stopped_waiting_is_skipped(rendezvous: Rendezvous) -> None:
     with pytest.raises(DeadlineExceeded):
         call(HIGH, rendezvous.address, soon(0.1))
     with ThreadPoolExecutor(1) as pool:
@@ -355,7 +355,7 @@ def test_another_version_is_refused_by_both(rendezvous: Rendezvous) -> None:
             calling.result(60)
 
 
-def test_links_that_are_carried_in_another_way_are_refused(rendezvous: Rendezvous) -> None:
+def test_links_over_another_transport_are_refused(rendezvous: Rendezvous) -> None:
     other = replace(HIGH, terms=replace(TERMS, transport="nccl"))
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, other, rendezvous.address, soon())

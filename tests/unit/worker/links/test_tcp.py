@@ -30,7 +30,7 @@ def ends() -> Iterator[tuple[TcpChannel, TcpChannel]]:
 
 
 def outcome(pending: Pending, timeout_s: float = 30.0) -> Future[None]:
-    """The outcome of `pending`, waited for on a thread of its own."""
+    """The outcome of `pending`, which a separate thread waits for."""
     done: Future[None] = Future()
 
     def wait() -> None:
@@ -44,7 +44,7 @@ def outcome(pending: Pending, timeout_s: float = 30.0) -> Future[None]:
     return done
 
 
-def test_a_payload_is_received_by_one_call_however_it_comes(ends: tuple[TcpChannel, TcpChannel]) -> None:
+def test_a_payload_is_received_by_one_call_however_it_arrives(ends: tuple[TcpChannel, TcpChannel]) -> None:
     sender, receiver = ends
     calls: list[int] = []
 
@@ -67,7 +67,7 @@ def test_a_payload_is_received_by_one_call_however_it_comes(ends: tuple[TcpChann
     assert calls == [PAYLOAD.numel()]
 
 
-def test_others_post_and_an_abort_comes_while_one_waits_for_a_peer_that_takes_nothing(
+def test_other_threads_can_post_and_abort_while_one_waits_for_a_stalled_peer(
     ends: tuple[TcpChannel, TcpChannel],
 ) -> None:
     sender, _ = ends
@@ -95,7 +95,7 @@ def test_two_waiting_threads_are_served_in_order(ends: tuple[TcpChannel, TcpChan
     assert torch.equal(came, PAYLOAD)
 
 
-def test_a_wait_ends_in_time_whether_it_sends_or_receives(ends: tuple[TcpChannel, TcpChannel]) -> None:
+def test_waits_to_send_and_to_receive_have_a_timeout(ends: tuple[TcpChannel, TcpChannel]) -> None:
     sender, _ = ends
     began_s = time.monotonic()
     with pytest.raises(ChannelBroken, match="accepted no bytes"):

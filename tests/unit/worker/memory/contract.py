@@ -72,7 +72,7 @@ class BackendContract:
         assert [one.value(slot) for slot in range(ROOM)] == [0] * ROOM
         one.unmap(0, ROOM)
 
-    def test_bytes_follow_the_extent_to_another_range(self, one: Range, other: Range) -> None:
+    def test_bytes_move_with_the_extent_to_another_range(self, one: Range, other: Range) -> None:
         one.map(0, ExtentRun(2, 3))
         for slot in range(3):
             one.extents[slot].fill_(10 + slot)
@@ -84,7 +84,7 @@ class BackendContract:
         other.unmap(1, 2)
         one.unmap(0, 1)
 
-    def test_extents_that_were_given_up_come_back_as_zeros_and_the_others_keep_theirs(
+    def test_released_extents_return_as_zeros_and_the_others_keep_their_bytes(
         self, created: MemoryBackend, one: Range
     ) -> None:
         one.map(0, ExtentRun(0, 4))
@@ -129,7 +129,7 @@ class BackendContract:
         assert one.value(2) == 0
         one.unmap(0, 3)
 
-    def test_two_ranges_do_not_touch_each_other(self, one: Range, other: Range) -> None:
+    def test_two_ranges_do_not_affect_each_other(self, one: Range, other: Range) -> None:
         one.map(0, ExtentRun(0, 2))
         other.map(0, ExtentRun(2, 2))
         one.extents[:2].fill_(1)
@@ -161,7 +161,7 @@ class BackendContract:
         with pytest.raises(ConfigError, match=r"device_memory_bytes: \d+ bytes requested"):
             backend.create(extent_bytes, 1 << 40)
 
-    def test_a_backend_beside_it_has_the_same_extents(self, created: MemoryBackend, one: Range) -> None:
+    def test_a_second_backend_sees_the_same_extents(self, created: MemoryBackend, one: Range) -> None:
         beside = created.beside(created.export(0, COUNT))
         beside.create(one.extent_bytes, COUNT)
         there = Range(beside, one.extent_bytes)
@@ -177,7 +177,7 @@ class BackendContract:
         assert one.value(1) == 9
         one.unmap(0, 3)
 
-    def test_a_backend_beside_it_has_extents_again_that_were_given_up_and_taken_back(
+    def test_a_second_backend_sees_extents_again_after_they_were_released_and_recreated(
         self, created: MemoryBackend, one: Range
     ) -> None:
         beside = created.beside(created.export(0, COUNT))

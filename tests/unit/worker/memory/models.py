@@ -32,8 +32,8 @@ BUDGET_BYTES = (
 
 
 def open_small(backend: MemoryBackend, budget_bytes: int = BUDGET_BYTES, kv_shape: KvShape = KV_SHAPE) -> DeviceMemory:
-    """Four layers of four extents each, two other parts, and three KV extents per layer. One extent and some bytes are
-    free.
+    """Opens a memory with four layers of four extents each, two other parts, and three KV extents per layer. One extent
+    and some bytes are free.
     """
     return DeviceMemory.open(
         backend,

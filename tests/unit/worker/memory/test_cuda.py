@@ -116,7 +116,7 @@ def test_a_run_that_fails_halfway_is_not_mapped_at_all(driver: SimulatedDriver) 
     driver.require_empty()
 
 
-def test_memory_that_another_process_takes_meanwhile_is_reported_as_too_little(driver: SimulatedDriver) -> None:
+def test_memory_taken_by_another_process_is_reported_as_too_little(driver: SimulatedDriver) -> None:
     driver.creates_until_failure = 3
     with pytest.raises(ConfigError, match="device_memory_bytes"):
         CudaBackend(driver).create(GRANULARITY_BYTES, COUNT)
@@ -188,7 +188,7 @@ def test_the_driver_gives_access_to_its_device_alone() -> None:
     assert {each.flags for each in access} == {cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE}
 
 
-def test_the_driver_asks_for_memory_pinned_on_its_device() -> None:
+def test_the_driver_requests_memory_on_its_device() -> None:
     cuda = bindings()
     driver = BindingsDriver(cuda, 3)
     assert driver.granularity_bytes == 2 << 20
@@ -204,7 +204,7 @@ def test_a_gpu_without_virtual_memory_management_is_refused() -> None:
         BindingsDriver(bindings(cuDeviceGetAttribute=(0, 0)), 0)
 
 
-def test_the_bindings_have_every_call_that_is_made() -> None:
+def test_the_bindings_have_every_used_call() -> None:
     pytest.importorskip("cuda.bindings.driver")
     real = importlib.import_module("cuda.bindings.driver")
     cuda = bindings()
@@ -219,7 +219,7 @@ def test_the_bindings_have_every_call_that_is_made() -> None:
 
 
 def test_bytes_for_checksums_are_read_in_parallel_with_computations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read on a separate stream, which waits only for work that was launched before the read."""
+    """The bytes are read on a separate stream, which waits only for work that was launched before the read."""
 
     class Stream:
         def __init__(self, device: torch.device) -> None:

@@ -27,7 +27,7 @@ from tests.unit.worker.memory.models import (
 from tests.unit.worker.memory.simulated_driver import SimulatedDriver
 
 
-def test_parameters_kv_and_free_are_the_budget() -> None:
+def test_parameters_kv_and_free_memory_add_up_to_the_budget() -> None:
     with open_small(HostBackend()) as memory:
         report = memory.report()
         report.check()
@@ -53,7 +53,7 @@ def test_the_smallest_budget_that_holds_the_model_is_named_and_suffices() -> Non
         memory.check()
 
 
-def test_nothing_is_left_behind_by_use_or_by_failure() -> None:
+def test_neither_use_nor_failure_leaks_memory() -> None:
     def fds() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -86,7 +86,7 @@ def test_nothing_is_left_behind_by_use_or_by_failure() -> None:
     assert mapped_bytes() - address_space_before < 4 * BUDGET_BYTES  # one leaked memory would map more than that
 
 
-def test_the_same_story_on_the_gpu_backend() -> None:
+def test_drops_and_restores_on_the_gpu_backend() -> None:
     driver = SimulatedDriver()
     with open_small(CudaBackend(driver)) as memory:
         fill_layer(memory, 1)
@@ -105,7 +105,7 @@ def test_the_same_story_on_the_gpu_backend() -> None:
     driver.require_empty()
 
 
-def test_layers_given_up_go_block_by_block() -> None:
+def test_dropped_layers_are_released_block_by_block() -> None:
     with open_small(HostBackend()) as memory:
         before = memory.kv.block_count
         for block in range(before):
@@ -136,7 +136,7 @@ def restored(memory: DeviceMemory) -> None:
     memory.make_room_for_layers([2, 3], block_count=memory.leaving_block_count)
 
 
-def test_the_kv_of_two_groups_lies_side_by_side_until_that_of_the_old_one_has_gone() -> None:
+def test_the_kv_of_two_groups_coexists_until_the_old_group_has_ended() -> None:
     with open_small(HostBackend()) as memory:
         kv, home = memory.kv, memory.home_block_count
         restored(memory)
@@ -162,7 +162,7 @@ def test_the_kv_of_two_groups_lies_side_by_side_until_that_of_the_old_one_has_go
         memory.check()
 
 
-def test_the_next_restore_goes_to_the_first_window_again() -> None:
+def test_the_next_restore_uses_the_first_window_again() -> None:
     with open_small(HostBackend()) as memory:
         for at in (1, 0, 1):
             restored(memory)
@@ -172,7 +172,7 @@ def test_the_next_restore_goes_to_the_first_window_again() -> None:
             memory.check()
 
 
-def test_a_member_may_give_all_of_its_kv_back() -> None:
+def test_a_member_may_release_all_of_its_kv() -> None:
     with open_small(HostBackend()) as memory:
         memory.drop_layers([0])
         memory.release_retired()
@@ -182,7 +182,7 @@ def test_a_member_may_give_all_of_its_kv_back() -> None:
         memory.check()
 
 
-def test_retained_kv_leaves_every_layer_some_room_in_the_other_window() -> None:
+def test_retained_kv_leaves_room_for_every_layer_in_the_other_window() -> None:
     shape = dataclasses.replace(KV_SHAPE, head_dim=32)  # eight blocks per extent
     with open_small(HostBackend(), BUDGET_BYTES + 13 * LAYERS * EXTENT_BYTES, kv_shape=shape) as memory:
         assert memory.kv.extents_per_layer == 16
@@ -194,12 +194,12 @@ def test_retained_kv_leaves_every_layer_some_room_in_the_other_window() -> None:
         assert memory.open_window() == memory.blocks_in(2)
 
 
-def test_a_window_is_opened_when_all_is_there_for_it() -> None:
+def test_a_window_is_opened_only_if_its_memory_is_available() -> None:
     with open_small(HostBackend()) as memory:
         with pytest.raises(InvariantViolation, match="at least 4 extents is opened, 1 are free"):
             memory.open_window()
         for act in (memory.close_leaving, lambda: memory.shrink_leaving(0), lambda: memory.move_leaving([])):
-            with pytest.raises(InvariantViolation, match="no leaving window"):
+            with pytest.raises(InvariantViolation, match="no draining window"):
                 act()
         memory.drop_layers([3])
         with pytest.raises(InvariantViolation, match=r"only layers \(0, 1, 2\) are held"):
@@ -246,7 +246,7 @@ def test_the_extent_suits_the_model(
     assert choose_extent_bytes(granularity_bytes, budget_bytes, [layer_bytes] * layer_count) == expected
 
 
-def test_an_extent_size_of_the_operators_choice_must_be_mappable() -> None:
+def test_a_configured_extent_size_must_be_mappable() -> None:
     shape = KvShape(layer_count=1, block_tokens=1, kv_heads=1, head_dim=1, dtype=torch.float32)
     with pytest.raises(ConfigError, match="extent_bytes: must be a positive multiple of 4096"):
         DeviceMemory.open(HostBackend(), budget_bytes=1 << 20, layers=[], others={}, kv_shape=shape, extent_bytes=5000)

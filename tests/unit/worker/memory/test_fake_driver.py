@@ -44,7 +44,7 @@ class TestCudaBackendOverTheBindings(BackendContract):
 
 
 def test_any_thread_may_call(driver: FakeDriver) -> None:
-    """The driver requires a current context on each thread, which a thread that has not used the device lacks."""
+    """The driver requires a current context on each thread. A thread that has not used the device yet has none."""
     memory = open_small(open_fake())
     thread = threading.Thread(target=memory.drop_layers, args=([1, 2],))
     thread.start()
@@ -100,8 +100,8 @@ def test_a_layer_is_dropped_and_restored_in_a_few_calls(driver: FakeDriver) -> N
     memory.close()
 
 
-def test_memory_that_cannot_be_had_is_given_back(driver: FakeDriver) -> None:
-    """Nothing leaks, whichever call is refused while a memory is opened."""
+def test_a_refused_call_while_opening_leaks_nothing(driver: FakeDriver) -> None:
+    """Nothing leaks, whichever call is refused while the memory is being opened."""
     driver.fail_at(None)
     open_small(open_fake()).close()
     for call in range(driver.calls):
@@ -156,7 +156,7 @@ def _fill(memory: DeviceMemory, layer: int) -> bytes:
 
 
 def _compare_books(memory: DeviceMemory, driver: FakeDriver) -> None:
-    """The driver has mapped exactly what the books list, and all of it is accessible."""
+    """Checks that the driver has mapped exactly what the books list, and that all of it is accessible."""
     extents = memory.parameters.extent_count + sum(window.extent_count for window in memory.kv.windows)
     assert driver.counts.mappings == extents == memory.pool.extent_count - memory.pool.free_count
     assert driver.counts.handles == memory.pool.extent_count
@@ -167,7 +167,7 @@ def _compare_books(memory: DeviceMemory, driver: FakeDriver) -> None:
             memory.kv.layer(layer)[window.first_block : window.first_block + blocks].fill_(0.5)  # must not fault
 
 
-def test_the_bindings_say_which_call_was_refused(driver: FakeDriver) -> None:
+def test_the_bindings_report_which_call_was_refused(driver: FakeDriver) -> None:
     made: BindingsDriver = OnTheCpu(importlib.import_module("cuda.bindings.driver"), 0)
     driver.fail_at(0)
     with pytest.raises(CudaError, match=r"cuMemCreate: .*OUT_OF_MEMORY") as caught:

@@ -43,7 +43,7 @@ def backend() -> Iterator[HostBackend]:
     made.close()
 
 
-def test_neighbours_mapped_one_by_one_are_one_mapping_to_the_kernel(backend: HostBackend) -> None:
+def test_neighbours_mapped_one_by_one_are_merged_by_the_kernel(backend: HostBackend) -> None:
     one = Range(backend, backend.granularity_bytes)
     before = len(mappings())
     for slot in range(4):
@@ -103,12 +103,12 @@ def fastest_move_s(*, tables_move: bool) -> float:
     return min(times_s)
 
 
-def test_page_tables_are_moved_and_not_built_anew() -> None:
-    """Moving them was measured to be about fifty times faster."""
+def test_page_tables_are_moved_and_not_rebuilt() -> None:
+    """Moving page tables was measured to be about fifty times faster than rebuilding them."""
     assert fastest_move_s(tables_move=True) < fastest_move_s(tables_move=False) / 5
 
 
-def test_a_move_the_kernel_refuses_loses_nothing(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_that_the_kernel_refuses_loses_nothing(backend: HostBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = Range(backend, backend.granularity_bytes), Range(backend, backend.granularity_bytes)
     one.map(0, ExtentRun(0, 4))
     one.extents[:4].fill_(3)
@@ -126,7 +126,7 @@ def test_a_move_the_kernel_refuses_loses_nothing(backend: HostBackend, monkeypat
 
 
 def refuse_move(backend: HostBackend, source: int, target: int, count: int) -> bool:
-    """Refuses a move as the kernel does: the target is unmapped by then."""
+    """Refuses a move as the kernel does, after the target has already been unmapped."""
     backend.release(target, count * backend.granularity_bytes)
     return False
 

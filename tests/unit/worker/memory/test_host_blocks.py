@@ -21,7 +21,7 @@ def memory() -> DeviceMemory:
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["one by one", "as on a GPU"])
-def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: bool) -> None:
+def test_blocks_return_unchanged_in_every_held_layer(gathered: bool) -> None:
     with memory() as device, memory() as other_rank:
         device.kv.mirrors = (other_rank.kv,)
         kernel = HostGatherer() if gathered else None
@@ -51,7 +51,7 @@ def test_blocks_come_back_as_they_left_in_every_layer_that_is_held(gathered: boo
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), (1, 2), (0, 2)])
 @pytest.mark.parametrize("slot_blocks", [1, 2, 9])
-def test_on_a_gpu_all_layers_cross_by_the_slot_to_blocks_anywhere(
+def test_on_a_gpu_all_layers_are_copied_slot_by_slot_to_any_blocks(
     layers: tuple[int, ...], slot_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with memory() as device:
@@ -95,7 +95,7 @@ def test_only_layers_of_the_stage_are_copied() -> None:
         host.close()
 
 
-def test_blocks_of_either_window_that_is_in_force() -> None:
+def test_blocks_of_either_window() -> None:
     with memory() as device:
         kv, host = device.kv, HostBlocks(device.kv, 2)
         device.make_room_for_layers([], block_count=1)

@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,25 @@ def test_the_geometry_matches_the_mapped_memory(memory: DeviceMemory) -> None:
     )
     assert memory.kv.geometry == expected
     assert memory.kv.block_count == BLOCKS == 32
+
+
+def test_blocks_are_cleared_before_they_may_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are cleared on the engine's stream, and KV is received on others."""
+    seen: list[int] = []  # extents of the KV at each wait for the device
+    with open_small(HostBackend(), kv_shape=replace(KV_SHAPE, dtype=torch.bfloat16)) as memory:
+        windows = memory.kv.windows
+        monkeypatch.setattr(
+            memory.pool.backend, "synchronise", lambda: seen.append(sum(window.extent_count for window in windows))
+        )
+
+        def require_waits(*changes: Callable[[], int]) -> None:
+            for change in changes:
+                change()
+                assert seen[-1] == sum(window.extent_count for window in windows)
+
+        require_waits(lambda: memory.drop_layers([1]), memory.release_retired)
+        memory.make_room_for_layers([1], block_count=10)
+        require_waits(memory.open_window, lambda: memory.shrink_leaving(1), memory.close_leaving)
 
 
 def test_a_layer_is_one_contiguous_tensor_with_room_for_the_whole_budget_twice(memory: DeviceMemory) -> None:
@@ -109,7 +129,7 @@ def test_growth_beyond_the_free_extents_is_refused_and_changes_nothing(memory: D
     memory.check()
 
 
-def test_dropping_the_kv_of_lost_layers_lets_the_kept_ones_grow(memory: DeviceMemory) -> None:
+def test_dropping_the_kv_of_dropped_layers_lets_the_others_grow(memory: DeviceMemory) -> None:
     memory.parameters.drop([2, 3])
     assert memory.kv.window.drop(2) == memory.kv.window.drop(3) == KV_EXTENTS_PER_LAYER
     memory.check()
@@ -130,7 +150,7 @@ def test_the_kv_of_a_layer_is_dropped_once(memory: DeviceMemory) -> None:
     memory.check()
 
 
-def test_the_guard_knows_the_window_by_the_block(memory: DeviceMemory) -> None:
+def test_the_guard_determines_the_window_from_the_block(memory: DeviceMemory) -> None:
     memory.kv.window.shrink(2, used_blocks_end=0)
     left = memory.kv.block_count
     extents = memory.pool.free_count // LAYERS
@@ -161,6 +181,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         memory.kv.layer(1)[memory.kv.block_count - 1].fill_(2)
 
 
-def test_a_dtype_that_is_no_float_is_refused() -> None:
+def test_a_non_float_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache\.dtype"):
         KvShape(layer_count=1, block_tokens=1, kv_heads=1, head_dim=1, dtype=torch.int8)

@@ -18,7 +18,7 @@ SIZES = (0, 2, 8, 14, 8192, 65536 + 8, 300_006)
 
 
 def compare(device: str) -> None:
-    """The kernel's sums equal those of the host."""
+    """Checks that the kernel's sums equal those of the host."""
     for size in SIZES:
         data = torch.randint(0, 256, (size,), dtype=torch.uint8)
         words = data[: size // 8 * 8].view(torch.int64)

@@ -16,7 +16,7 @@ def memory() -> Iterator[DeviceMemory]:
         yield made
 
 
-def test_tensors_lie_one_after_the_other_on_aligned_offsets() -> None:
+def test_tensors_are_consecutive_at_aligned_offsets() -> None:
     layout = lay_out(
         "layers.0",
         {
@@ -38,7 +38,7 @@ def test_a_tensor_that_cannot_be_held_is_named(spec: TensorSpec, why: str) -> No
         lay_out("layers.3", {"up": spec})
 
 
-def test_every_tensor_has_the_shape_and_dtype_asked_for_and_its_own_memory(memory: DeviceMemory) -> None:
+def test_every_tensor_has_the_requested_shape_and_dtype_and_its_own_memory(memory: DeviceMemory) -> None:
     for name, specs in OTHERS.items():
         tensors = memory.parameters.part(name)
         assert {key: TensorSpec(tuple(t.shape), t.dtype) for key, t in tensors.items()} == dict(specs)
@@ -71,7 +71,7 @@ def test_a_checksum_depends_on_the_contents_and_not_on_the_place(memory: DeviceM
     assert memory.parameters.part_checksum("embedding") != memory.parameters.part_checksum("head")
 
 
-def test_dropped_layers_become_kv_and_come_back_equal(memory: DeviceMemory) -> None:
+def test_dropped_layers_become_kv_and_are_restored_unchanged(memory: DeviceMemory) -> None:
     for layer in range(LAYERS):
         fill_layer(memory, layer)
     sums = [memory.parameters.layer_checksum(layer) for layer in range(LAYERS)]

@@ -21,7 +21,7 @@ def pool() -> Iterator[PhysicalPool]:
     made.close()
 
 
-def test_lowest_extents_come_first(pool: PhysicalPool) -> None:
+def test_lowest_extents_are_allocated_first(pool: PhysicalPool) -> None:
     assert pool.take(Purpose.KV, 3) == [ExtentRun(0, 3)]
     assert pool.take(Purpose.PARAMETERS, 2) == [ExtentRun(3, 2)]
 
@@ -38,18 +38,18 @@ def test_a_request_larger_than_any_hole_is_served_from_as_few_as_possible(pool: 
     assert pool.take(Purpose.KV, 6) == [ExtentRun(4, 2), ExtentRun(9, 4)]
 
 
-def test_holes_that_meet_become_one(pool: PhysicalPool) -> None:
+def test_adjacent_holes_are_merged(pool: PhysicalPool) -> None:
     pool.take(Purpose.KV, COUNT)
     pool.give_back(Purpose.KV, [ExtentRun(0, 4), ExtentRun(8, 4), ExtentRun(4, 4)])
     assert pool.take(Purpose.KV, 12) == [ExtentRun(0, 12)]
 
 
-def test_more_than_is_free_is_a_bug_of_the_caller(pool: PhysicalPool) -> None:
+def test_requesting_more_than_is_free_is_a_bug_of_the_caller(pool: PhysicalPool) -> None:
     with pytest.raises(InvariantViolation, match="17 extents requested for KV, but 16 are free"):
         pool.take(Purpose.KV, COUNT + 1)
 
 
-def test_extents_come_back_once_and_from_their_owner(pool: PhysicalPool) -> None:
+def test_extents_are_returned_once_and_by_their_owner(pool: PhysicalPool) -> None:
     runs = pool.take(Purpose.KV, 4)
     with pytest.raises(InvariantViolation, match="does not own"):
         pool.give_back(Purpose.PARAMETERS, runs)
@@ -106,7 +106,7 @@ def test_a_range_does_not_grow_beyond_its_reservation(pool: PhysicalPool) -> Non
     assert pool.free_count == COUNT - 3
 
 
-def test_a_range_does_not_shrink_below_nothing(pool: PhysicalPool) -> None:
+def test_a_range_does_not_shrink_below_zero(pool: PhysicalPool) -> None:
     one = pool.reserve("one", Purpose.KV, 4)
     one.grow(1)
     with pytest.raises(InvariantViolation, match="2 extents to unmap of 1"):
@@ -171,7 +171,7 @@ def test_growth_that_fails_halfway_leaves_everything_as_it_was() -> None:
     driver.require_empty()
 
 
-def test_windows_lie_one_behind_the_other_and_are_reserved_and_released_together() -> None:
+def test_windows_are_consecutive_and_reserved_and_released_together() -> None:
     driver = SimulatedDriver()
     pool = PhysicalPool(CudaBackend(driver), COUNT * EXTENT_BYTES, EXTENT_BYTES)
     one, other = pool.reserve_windows("kv", Purpose.KV, COUNT)
@@ -186,7 +186,7 @@ def test_windows_lie_one_behind_the_other_and_are_reserved_and_released_together
     one.shrink(COUNT // 2)
     assert both[1, : other.mapped_bytes].unique().tolist() == [2]
     other.grow(COUNT // 2)
-    assert both[1, other.mapped_bytes - 1] == 1, "an extent takes its contents along"
+    assert both[1, other.mapped_bytes - 1] == 1, "an extent moves with its contents"
     with pytest.raises(InvariantViolation, match="exceed"):
         other.map_tail([ExtentRun(0, 1)])
     pool.check()

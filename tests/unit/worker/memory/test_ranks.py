@@ -16,7 +16,8 @@ import pytest
 from ballast.common.errors import ConfigError
 from services.worker.engine.load import load_engine
 from services.worker.memory.cuda import CudaError
-from services.worker.ranks.channel import Done, RankLog, RankLost, Remap, RemapRefused
+from services.worker.ranks.__main__ import _remap
+from services.worker.ranks.channel import Done, MemoryRefused, RankLog, RankLost, Remap, RemapRefused
 from services.worker.ranks.load import Ranked, load_ranked, open_mirrors
 from services.worker.ranks.memory import RankedMemory
 from tests.support.fake_driver import FakeDriver, load, load_share, open_fake
@@ -51,7 +52,7 @@ def open_ranks(model: Path) -> Ranked:
     return load_ranked(share, ["cpu"] * RANKS, RankLog())
 
 
-def test_a_layer_of_experts_comes_back_on_all_ranks(driver: FakeDriver, tmp_path: Path) -> None:
+def test_a_layer_of_experts_is_restored_on_all_ranks(driver: FakeDriver, tmp_path: Path) -> None:
     folder = write_family("qwen3_moe", tmp_path)
     share = partial(load_share, folder, device_memory_bytes=8 << 20, dtype="float64", extent_bytes=EXTENT_BYTES)
     ranked = load_ranked(share, ["cpu"] * RANKS, RankLog())
@@ -145,6 +146,19 @@ def test_all_ranks_release_their_memory_when_parked_and_none_has_any_if_one_cann
     ranked.crew.close()
 
 
+def test_a_rank_undoes_the_refused_change_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load_engine(model, device_memory_bytes=8 << 20, dtype="float64") as engine:
+        assert _remap(engine.memory, Remap("empty", (), {})) == Done(None)
+
+        def refuse() -> None:
+            raise CudaError("cuMemRelease", "refused")
+
+        monkeypatch.setattr(engine.memory.pool, "give_up_free", refuse)
+        assert isinstance(_remap(engine.memory, Remap("give_up", (), {})), MemoryRefused)
+        _remap(engine.memory, Remap("undo", (), {}))
+        assert engine.memory.parameters.held_layers == ()
+
+
 def ask(ranked: Ranked, name: str, *arguments: object) -> Any:
     """Calls a method of the other rank's driver and returns the result."""
     ranked.crew.tell(Remap(name, arguments, {}))
@@ -154,8 +168,8 @@ def ask(ranked: Ranked, name: str, *arguments: object) -> Any:
 
 
 def compare(ranked: Ranked, driver: FakeDriver) -> None:
-    """Both ranks must have mapped what the books list, and the other rank's driver must agree with its mirror in this
-    process.
+    """Checks that both ranks have mapped what the books list, and that the other rank's driver agrees with its mirror
+    in this process.
     """
     memory = ranked.engine.memory
     assert isinstance(memory, RankedMemory)
@@ -166,7 +180,7 @@ def compare(ranked: Ranked, driver: FakeDriver) -> None:
     assert ask(ranked, "said") == ("", (memory.pool.extent_count, reservations, mapped, 0))
 
 
-def test_devices_that_do_not_reach_each_other_take_part_in_no_drop(driver: FakeDriver, model: Path) -> None:
+def test_devices_without_peer_access_take_part_in_no_drop(driver: FakeDriver, model: Path) -> None:
     other = open_fake(1)
     other.create(EXTENT_BYTES, (4 << 20) // EXTENT_BYTES)
     driver.set_peers(False)

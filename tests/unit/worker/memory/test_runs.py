@@ -1,4 +1,4 @@
-"""Runs of bytes that are gathered into a slot and scattered from it: how they are split into parts, and the kernel."""
+"""Runs of bytes are gathered into a slot and scattered from it: tests how they are split into parts, and the kernel."""
 
 import ctypes
 import importlib
@@ -35,7 +35,7 @@ def scattered(sizes: Sequence[int], first: int, device: str = "cpu") -> list[tor
 
 
 def compare(device: str) -> None:
-    """The kernel must copy exactly the bytes of the runs, into a slot and out of it."""
+    """Checks that the kernel copies exactly the bytes of the runs, into a slot and out of it."""
     kernel = RunKernel(torch.device(device))
     for sizes, first in SHAPES:
         runs = scattered(sizes, first, device)
@@ -54,9 +54,7 @@ def compare(device: str) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 70_000), min_size=1, max_size=6), st.integers(0, 20), st.booleans())
-def test_parts_are_all_bytes_once_and_none_is_larger_than_a_program_copies(
-    sizes: list[int], first: int, aligned: bool
-) -> None:
+def test_parts_cover_all_bytes_once_and_fit_a_program(sizes: list[int], first: int, aligned: bool) -> None:
     if aligned:
         sizes, first = [size * 16 for size in sizes], first * 16
     runs, slot = scattered(sizes, first), torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -90,7 +88,7 @@ def test_the_kernel_moves_sixteen_bytes_at_a_time_and_fits_into_registers(capabi
             assert not wide or all(f"{which}.global.v4.b32" in done.ptx for which in ("ld", "st"))
 
 
-def test_interpreted_it_brings_the_bytes_of_the_runs_and_no_others() -> None:
+def test_interpreted_the_kernel_copies_exactly_the_bytes_of_the_runs() -> None:
     pytest.importorskip("triton")
     program = f"from {__name__} import compare; compare('cpu')"
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -101,7 +99,7 @@ def test_interpreted_it_brings_the_bytes_of_the_runs_and_no_others() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_device_it_brings_the_bytes_of_the_runs_and_no_others() -> None:
+def test_on_the_device_the_kernel_copies_exactly_the_bytes_of_the_runs() -> None:
     compare("cuda")
 
 

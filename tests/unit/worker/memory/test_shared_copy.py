@@ -1,4 +1,4 @@
-"""The copy of the parameters that all workers of a host share: it is made once, is never visible incomplete, and is
+"""The copy of the parameters that all workers of a host share: it is created once, is never visible incomplete, and is
 removed by its last user.
 """
 
@@ -71,7 +71,7 @@ def test_the_second_worker_maps_the_copy_of_the_first(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "the last user must remove it"
 
 
-def test_a_byte_that_has_changed_is_seen(tmp_path: Path) -> None:
+def test_a_changed_byte_is_detected(tmp_path: Path) -> None:
     copy = made(tmp_path)
     with (tmp_path / "model/parameters.bin").open("r+b") as file:
         file.seek(SIZES[0] + 500_000)
@@ -84,14 +84,14 @@ def test_a_byte_that_has_changed_is_seen(tmp_path: Path) -> None:
     copy.close()
 
 
-def test_pieces_that_change_places_are_seen() -> None:
+def test_swapped_pieces_are_detected() -> None:
     source = tensors()[2]
     swapped = torch.cat([source[1 << 18 : 1 << 19], source[: 1 << 18], source[1 << 19 :]])
     target = torch.zeros_like(source)
     assert copy_summed(target, source) != copy_summed(target, swapped)
 
 
-def test_after_a_failed_attempt_the_next_worker_may_make_the_copy(tmp_path: Path) -> None:
+def test_after_a_failed_attempt_the_next_worker_may_create_the_copy(tmp_path: Path) -> None:
     found = open_copy(tmp_path, "model")
     assert isinstance(found, Maker)
     found.give_up()
@@ -99,7 +99,7 @@ def test_after_a_failed_attempt_the_next_worker_may_make_the_copy(tmp_path: Path
     copy.close()
 
 
-def test_a_host_that_is_full_when_the_copy_is_almost_made_gets_its_memory_back(
+def test_memory_is_released_if_the_host_is_full_before_the_copy_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_text(path: Path, text: str) -> int:
@@ -126,7 +126,7 @@ def _make_for_ever(root: Path) -> None:
         copy.close()
 
 
-def test_a_kill_of_its_maker_leaves_nothing_half_made(tmp_path: Path) -> None:
+def test_killing_the_creator_leaves_no_incomplete_copy(tmp_path: Path) -> None:
     rng = random.Random(3)
     context = multiprocessing.get_context("fork")
     embedding, *layer = tensors(scale=8)
@@ -150,7 +150,7 @@ def test_a_kill_of_its_maker_leaves_nothing_half_made(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_room(tmp_path: Path) -> None:
+def test_available_room(tmp_path: Path) -> None:
     assert why_no_room(tmp_path / "not/there", 1000, None) == ""
     assert "--host-copy allows" in why_no_room(tmp_path, 1000, 999)
     assert "enlarge the container's /dev/shm" in why_no_room(tmp_path, 1 << 60, None)

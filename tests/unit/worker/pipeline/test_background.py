@@ -15,7 +15,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def test_background_work_rests_nine_times_as_long_as_it_works() -> None:
+def test_background_work_pauses_nine_times_as_long_as_it_runs() -> None:
     work(0.05)
     rest = unhurried(lambda: False)
     with ThreadPoolExecutor(1) as another:
@@ -40,7 +40,7 @@ def test_background_work_stops_between_two_pieces() -> None:
         rest()
 
 
-def test_background_work_does_not_rest_while_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_work_does_not_pause_while_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     rests_s: list[float] = []
     monkeypatch.setattr(time, "sleep", rests_s.append)
     hurried = [True]

@@ -23,7 +23,7 @@ EPOCH = Epoch(5)
 
 @pytest.fixture(params=[None, 4.0])
 def limit_s(request: pytest.FixtureRequest) -> float | None:
-    """The deadline that the test puts into the table; None: leave the table as it is."""
+    """The deadline that the test puts into the table for this request; None: the table is unchanged."""
     return request.param
 
 
@@ -38,7 +38,7 @@ def in_table(phase: Phase, limit_s: float | None, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("phase", phases.BEFORE_COMMIT)
-def test_a_plan_is_taken_back_when_no_planner_asks_for_it(
+def test_a_plan_is_rolled_back_when_no_planner_asks_for_it(
     phase: Phase, limit_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     within_s, now_s = in_table(phase, limit_s, monkeypatch), 0.0
@@ -68,7 +68,7 @@ def test_a_plan_is_taken_back_when_no_planner_asks_for_it(
     assert isinstance(told.event, PreparationFailed)
 
 
-def test_a_member_ends_where_transfers_of_a_lost_group_do_not(
+def test_a_member_ends_if_transfers_of_a_lost_group_never_end(
     limit_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     within_s = in_table(Phase.FAILED, limit_s, monkeypatch)

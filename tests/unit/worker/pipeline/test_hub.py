@@ -1,4 +1,4 @@
-"""Link messages and transfers of the wrong size: whatever waits for them is notified that they will not arrive."""
+"""Link messages and transfers of the wrong size: their receivers are notified that the data will not arrive."""
 
 from collections.abc import Callable
 from typing import cast
@@ -40,7 +40,7 @@ def as_transfer(hub: Hub, link: Link, meta: bytes) -> object:
 
 
 @pytest.mark.parametrize("comes", [as_message, as_transfer])
-def test_kv_of_another_size_ends_the_link_and_is_waited_for_no_more(
+def test_kv_of_another_size_ends_the_link_and_is_no_longer_awaited(
     comes: Callable[[Hub, Link, bytes], object],
 ) -> None:
     posted: list[MemberEvent] = []
@@ -53,7 +53,7 @@ def test_kv_of_another_size_ends_the_link_and_is_waited_for_no_more(
     assert not hub.places.forget(key_of(PIECE, PEER)), "its destination must not be registered any more"
 
 
-def test_a_layer_whose_checksum_cannot_be_computed_here_is_not_taken() -> None:
+def test_a_layer_whose_checksum_cannot_be_computed_is_refused() -> None:
     posted: list[MemberEvent] = []
     hub, link = Hub(posted.append, device="cpu"), cast("Link", FakeLink())
     for algorithm in ("mix128", "of tomorrow"):

@@ -69,7 +69,7 @@ def test_a_layer_from_the_checkpoint_is_compared_with_the_known_checksum(changed
 
 
 @pytest.mark.parametrize("by", Algorithm)
-def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> None:
+def test_a_layer_from_a_peer_is_verified_with_the_peers_algorithm(by: Algorithm) -> None:
     """One side may compute the checksum on a GPU and the other on a CPU."""
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
     asked: list[WorkerId] = []
@@ -161,7 +161,7 @@ class _Sent:
 
 
 @NEEDS_NATIVE
-def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_path: Path) -> None:
+def test_a_peer_with_another_weight_packing_is_refused_with_the_reason(tmp_path: Path) -> None:
     """The peer could not use these bytes; it reads the checkpoint instead."""
     model = make_tiny("llama", tmp_path / "model", layers=2)
     with (
@@ -191,8 +191,8 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_peer_whose_layer_cannot_be_read_does_not_wait_for_it(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer is notified, or the link ends if it takes no message."""
+def test_a_peer_is_notified_if_its_layer_cannot_be_read(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer is notified. If its link accepts no message, the link ends."""
 
     class Link(_Sent):
         def send(self, traffic: object, topic: Topic, *, meta: bytes, stream: int) -> None:

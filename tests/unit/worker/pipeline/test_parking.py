@@ -1,4 +1,4 @@
-"""A worker whose parameters do not fit into host memory goes on serving."""
+"""A worker whose parameters do not fit into host memory continues to serve."""
 
 from concurrent.futures import Future
 from unittest.mock import Mock
@@ -13,7 +13,7 @@ def failed(_layer: int) -> Future[None]:
     return job
 
 
-def test_layers_that_cannot_be_kept_end_no_worker_and_are_not_tried_again() -> None:
+def test_a_failed_copy_to_host_memory_crashes_no_worker_and_is_not_repeated() -> None:
     context, background, layers, serve = Mock(), Mock(), Mock(), Mock()
     context.memory.can_park, context.role.layer_count = True, 2
     context.memory.parameters.layer_count, context.memory.parameter_bytes_of.return_value = 2, 1 << 30

@@ -24,8 +24,10 @@ def whole_again(layer_count: int, incarnation: int) -> Plan:
     )
 
 
-def test_a_plan_for_the_process_that_was_here_before_is_refused() -> None:
-    """Otherwise the new process would report the old one's group, and monitors would refuse its reports for ever."""
+def test_a_plan_for_an_earlier_incarnation_is_refused() -> None:
+    """If it accepted the plan, the new process would report the old one's group, and monitors would refuse its reports
+    forever.
+    """
     world = World(options(), [])
     worker_id, instance = next(iter(world.instances.items()))
     assert (worker_id, instance.incarnation) == (ME, 1)

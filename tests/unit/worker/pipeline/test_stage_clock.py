@@ -35,7 +35,7 @@ def test_without_work_no_stage_counts_as_idle() -> None:
     assert leader.take_quiet_s() == 0.0
 
 
-def test_the_network_is_waited_for_while_the_stage_is_idle() -> None:
+def test_network_waits_count_only_while_the_stage_is_idle() -> None:
     clock = StageClock()
     clock.received(batch(1), 4, 3.0, 2.0)  # before the first batch, no waiting time is known
     clock.ran(batch(1), 4, 3.0, 5.0)

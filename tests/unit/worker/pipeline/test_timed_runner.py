@@ -51,7 +51,7 @@ def prefill(position: int = 0) -> Batch:
     return Batch(2, (), (), (Slice(1, position, tuple(range(100)), True),))
 
 
-def test_results_are_the_runners_and_shapes_those_of_the_stages(engine: Engine) -> None:
+def test_results_are_unchanged_and_shapes_are_those_of_the_stages(engine: Engine) -> None:
     costs = Shapes()
     runner = timed(engine, costs)
     runner.run_stage(FIRST, (), None, first_layer=0, last_layer=2)
@@ -108,21 +108,21 @@ class Moment:
         return (end_event.at_s - self.at_s) * 1e3
 
 
-def test_a_gpus_stages_are_timed_by_when_it_ran_them_not_by_when_it_was_told() -> None:
+def test_a_gpus_stages_are_timed_by_their_execution_not_by_their_launch() -> None:
     gpu = Gpu()
     watch, told = EventWatch(gpu.record, lambda: gpu.now_s), list[tuple[float, float]]()
     for launched_at_s, took_s in ((1.0, 0.5), (1.1, 0.2), (3.0, 0.4), (9.0, 0.1)):
         gpu.now_s = launched_at_s
         assert watch.begin() == launched_at_s
         gpu.run(took_s)
-        gpu.now_s += 0.001  # the time to launch it
+        gpu.now_s += 0.001  # the time that a launch takes
         watch.end(lambda began_s, ended_s: told.append((began_s, ended_s)))
     expected = [(1.0, 1.5), (1.5, 1.7), (3.0, 3.4)]  # the last stage has not ended
     assert [pytest.approx(one) for one in expected] == told
 
 
 def test_a_first_stage_on_a_gpu_reports_its_time_to_the_cost_model(engine: Engine) -> None:
-    """Its `run_stage` returns at once, so timing the call would measure only the launch."""
+    """On a GPU, `run_stage` returns at once, so timing the call would measure only the launch."""
     gpu, costs = Gpu(), OnlineCost()
     watch = EventWatch(gpu.record, lambda: gpu.now_s)
 

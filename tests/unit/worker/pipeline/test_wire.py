@@ -7,7 +7,7 @@ from services.worker.core.batch import Batch, NamedBlocks, NewSequence, Slice, S
 from services.worker.pipeline.wire import batch_from_bytes, batch_to_bytes
 
 
-def test_a_batch_arrives_with_all_that_its_leader_knows() -> None:
+def test_a_batch_survives_a_round_trip() -> None:
     new = NewSequence(7, (1, 2, 3), (4,), SamplingParams(temperature=0.0, seed=5, max_tokens=9))
     batch = Batch(12, (3, 4), (new,), (Slice(5, 40, (9,), True), Slice(7, 0, (1, 2), False)), 0.25, True)
     copies = (SwapCopy(9, True, 2, 70, (4, 5)), SwapCopy(3, False, 0, 10, (0,)))

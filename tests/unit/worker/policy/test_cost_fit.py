@@ -50,7 +50,7 @@ def samples_of(true: StageCosts, count: int, noise: float, seed: int = 0) -> lis
     return samples
 
 
-def test_known_coefficients_come_back_exactly() -> None:
+def test_known_coefficients_are_recovered_exactly() -> None:
     fitted = fit_stages(samples_of(TRUE, 200, noise=0.0))
     for part in ("layer", "step", "first", "last"):
         assert astuple(getattr(fitted, part)) == pytest.approx(astuple(getattr(TRUE, part)), rel=1e-3, abs=1e-9)
@@ -98,7 +98,7 @@ def test_a_stage_is_the_sum_of_its_parts() -> None:
     )
 
 
-def test_coefficients_and_terms_are_the_cost() -> None:
+def test_the_cost_is_the_product_of_coefficients_and_terms() -> None:
     cost = TRUE.of(WHOLE)
     chunks = some_chunks(random.Random(3))
     assert float(np.dot(coefficients_of(cost), terms_of(chunks))) == pytest.approx(cost.batch_cost_s(chunks))

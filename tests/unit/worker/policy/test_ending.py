@@ -3,7 +3,7 @@
 from services.worker.policy.ending import may_end
 
 
-def test_a_pipeline_keeps_its_stages_until_it_is_dissolved_or_given_up() -> None:
+def test_a_stage_stays_until_its_pipeline_is_dissolved_or_abandoned() -> None:
     assert may_end(None, 0.0)
     assert not may_end(0, 1.0)
     assert not may_end(3, 0.0)

@@ -24,7 +24,7 @@ from services.worker.policy.harvest import (
 A100 = CostModel(2.5e-9, 0.0, 0.0141, 0.01409, 5.2e-7, 0.0, 9.2e-5, 128)  # Llama-2-7B, as the simulator fits it
 
 
-def test_a_price_list_sums_to_the_cost_models_estimate() -> None:
+def test_a_price_list_adds_up_to_the_cost_models_estimate() -> None:
     chunks = [Chunk(1000, 1), Chunk(0, 200), Chunk(300, 40)]
     prices = PriceList(A100, chunks[:2])
     assert prices.with_chunk_s(*chunks[2]) == pytest.approx(A100.batch_cost_s(chunks))
@@ -47,14 +47,14 @@ def test_an_a100_is_efficient_from_256_tokens_on() -> None:
     assert efficient_tokens(None, 300) == 300
 
 
-def test_a_target_is_shared_by_the_batches_that_circulate() -> None:
+def test_a_target_is_shared_by_the_batches_in_flight() -> None:
     target, online = Harvest(), [OnlineView(0.1), OnlineView(0.3)]
     assert allowance_s(target, 0.02, 4, 2, online, 99, 512) == pytest.approx(0.2)
     assert allowance_s(target, 0.3, 4, 2, online, 99, 512) == 0.3, "online work exceeds the target, so none is added"
     assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, [], 99, 512) == pytest.approx(0.025)
 
 
-def test_the_strictest_of_those_that_run_decides() -> None:
+def test_the_strictest_running_request_decides() -> None:
     harvest, free = Harvest(slowdown=0.25), OnlineView(math.inf)
 
     def allowed_s(*online: OnlineView) -> float:
@@ -67,7 +67,7 @@ def test_the_strictest_of_those_that_run_decides() -> None:
     assert allowed_s(free, OnlineView(math.inf, left_tokens=150)) == 0.02, "none alongside a prompt without a target"
 
 
-def test_under_a_target_answers_last_longer_only_as_far_as_places_suffice() -> None:
+def test_under_a_target_answers_are_slowed_down_only_as_far_as_places_suffice() -> None:
     online = [OnlineView(0.05)] * 10
     assert allowance_s(Harvest(), 0.02, 1, 1, online, 30, 512) == 0.05
     assert allowance_s(Harvest(), 0.02, 1, 1, online, 15, 512) == pytest.approx(0.03), "places for half as many more"
@@ -76,13 +76,13 @@ def test_under_a_target_answers_last_longer_only_as_far_as_places_suffice() -> N
     assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, free, 10, 512) == pytest.approx(0.025), "without a target"
 
 
-def test_decodes_go_before_prompts_and_the_one_that_waits_longest_first() -> None:
+def test_decodes_precede_prompts_in_order_of_waiting_time() -> None:
     views = [OfflineView(10, 1, 7), OfflineView(10, 1, 3), OfflineView(0, 500, 0)]
     assert fill(PriceList(A100), views, 1.0, 1, 100) == [(1, 1)]
     assert fill(PriceList(A100), views, 1.0, 1000, 100) == [(1, 1), (0, 1), (2, 100)]
 
 
-def test_prompts_are_cut_by_the_limit_and_crumbs_are_left() -> None:
+def test_prompts_are_cut_by_the_limit_and_tiny_chunks_are_avoided() -> None:
     free = PriceList(A100, [Chunk(0, 1)])
     ((_, count),) = fill(free, [OfflineView(0, 500, 0)], free.seconds * 1.01, 2048, 2048)
     assert 100 <= count <= 128
@@ -91,7 +91,7 @@ def test_prompts_are_cut_by_the_limit_and_crumbs_are_left() -> None:
     assert fill(PriceList(A100), [OfflineView(0, 5, 0)], 1.0, 2048, 2048) == [(0, 5)], "the end of a prompt"
 
 
-def test_a_prompt_longer_than_a_batch_gets_on() -> None:
+def test_a_prompt_longer_than_a_batch_makes_progress() -> None:
     assert fill(PriceList(A100), [OfflineView(0, 500, 0)], 1.0, 8, 8) == [(0, 8)]
 
 
@@ -122,7 +122,7 @@ def test_prompts_for_two_batches_are_wanted() -> None:
     assert wanted_tokens(256, [700]) == 0
 
 
-def test_a_step_is_cut_where_it_takes_more_than_a_quarter_of_a_first_token() -> None:
+def test_a_step_longer_than_a_quarter_of_the_ttft_target_gets_safepoints() -> None:
     harvest = Harvest(targets=for_all(ttft_s=0.8), layer_count=32)
     assert safepoint_layers(harvest, 0.2) == 0
     assert safepoint_layers(harvest, 0.4) == 4, "an eighth of the layers takes a sixteenth of the target"

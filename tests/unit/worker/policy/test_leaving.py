@@ -24,7 +24,7 @@ def test_a_group_retains_its_held_blocks_and_some_growth_in_eighths(
     assert tightened(limit, 80, reserved, running, 128) == kept
 
 
-def test_the_smallest_group_gives_up_block_by_block() -> None:
+def test_the_smallest_group_releases_memory_block_by_block() -> None:
     assert [tightened(5, 5, reserved, 1, 128) for reserved in (3, 2, 1)] == [5, 4, 3]
 
 
@@ -32,11 +32,12 @@ def test_the_smallest_group_gives_up_block_by_block() -> None:
     ("reserved", "stages", "fits"),
     [
         (0, [(0.5, 1000)] * 2, True),
-        (750, [(0.5, 1000)] * 2, True),  # each of two holds 375 to send and 375 received; a quarter is for what it runs
+        # Each of two members holds 375 to send and 375 received; a quarter is for its own requests.
+        (750, [(0.5, 1000)] * 2, True),
         (751, [(0.5, 1000)] * 2, False),
         (2000, [(0.5, 1000)] * 2, False),
         (1500, [(0.25, 1000)] * 4, True),
-        (1200, [(0.25, 500), (0.75, 2500)], False),  # the smaller would hold 300 to send and 200 received, of 375
+        (1200, [(0.25, 500), (0.75, 2500)], False),  # the smaller one would hold 300 to send and 200 received, of 375
         (840, [(0.25, 500), (0.75, 2500)], True),
         (1200, [(0.5, 1000), (0.5, 2000)], False),
         (900, [(0.5, 1000), (0.5, 2000)], True),

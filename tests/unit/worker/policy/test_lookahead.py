@@ -64,12 +64,12 @@ def rounds(
     return formed
 
 
-def test_without_a_model_tokens_are_counted() -> None:
+def test_without_a_cost_model_tokens_are_counted() -> None:
     seen = view(2, [prompt(700), prompt(30), decode(80), decode(90)])
     assert lookahead(lambda: None)(seen) == by_token_count(seen)
 
 
-def test_microbatches_of_a_backlog_cost_alike_though_their_tokens_do_not() -> None:
+def test_microbatches_of_a_backlog_have_equal_costs_but_different_token_counts() -> None:
     candidates = [prompt(3000, 3000), *(prompt(40 + 7 * i) for i in range(60)), prompt(4000), prompt(2500, 1000)]
     formed = rounds(candidates, 2, 20)
     costs = [cost_s(*one) for one in formed]
@@ -100,7 +100,7 @@ def test_decodes_are_spread_according_to_their_cost() -> None:
     assert len(second) == 5
 
 
-def test_a_microbatch_with_prefill_has_its_share_of_decodes_beside_it() -> None:
+def test_a_microbatch_with_prefill_also_has_its_share_of_decodes() -> None:
     formed = rounds([*(decode(100) for _ in range(40)), *(prompt(300) for _ in range(30))], 4, 12)
     decodes = [sum(i < 40 for i, _ in share) for _, share in formed]
     assert max(decodes) - min(decodes) <= 2
@@ -108,7 +108,7 @@ def test_a_microbatch_with_prefill_has_its_share_of_decodes_beside_it() -> None:
     assert max(costs) / min(costs) < 1.15
 
 
-def test_prompts_progress_beside_decodes_that_cost_more_than_a_full_batch_of_prompts() -> None:
+def test_prompts_progress_alongside_decodes_that_cost_more_than_a_batch_of_prompts() -> None:
     """Memory is free and many prompts wait, so a microbatch has nearly as many tokens as a batch of a single stage."""
     crowd = [decode(20_000) for _ in range(200)]
     share = FORM(view(2, [*crowd, *(prompt(800) for _ in range(20))], tokens=2048))
@@ -121,15 +121,15 @@ def test_prompts_are_spread_further_while_others_wait_for_room() -> None:
     assert dict(patient)[40] < dict(eager)[40] / 2
 
 
-def test_a_short_prompt_gets_on_among_decodes_while_others_wait_for_room() -> None:
-    """Its fair share of each microbatch is less than the smallest chunk."""
+def test_a_short_prompt_progresses_among_decodes_while_others_wait_for_room() -> None:
+    """The prompt's fair share of each microbatch is less than the smallest chunk."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], waiting=3, full=True))
     assert share[-1] == (20, MIN_CHUNK_TOKENS)
 
 
-def test_a_prompt_gets_on_where_batches_have_less_room_than_the_smallest_piece() -> None:
-    """Batches have this little room while a restore is being prepared."""
+def test_a_prompt_progresses_if_batches_have_less_room_than_the_smallest_chunk() -> None:
+    """Batches have so little room while a restore is being prepared."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], tokens=10 + 8))
     assert [index for index, _ in share[:-1]] == [*range(10)]
@@ -154,11 +154,11 @@ def test_no_extra_microbatch_if_every_batch_is_expensive() -> None:
     assert sum(i < 60 for i, _ in form(view(2, candidates, waiting=3, flying=1))) == 30
 
 
-def test_without_a_model_none_is_ahead() -> None:
+def test_without_a_cost_model_no_extra_microbatch_is_formed() -> None:
     assert not lookahead(lambda: None)(view(2, [prompt(700)], waiting=3, flying=2))
 
 
-def test_cut_prompts_waste_no_rows() -> None:
+def test_chunked_prompts_waste_no_rows() -> None:
     rng = random.Random(2)
     for _ in range(200):
         decodes = [decode(rng.randint(20, 900)) for _ in range(rng.randint(0, 20))]
@@ -229,4 +229,4 @@ def test_every_microbatch_can_be_run(
         assert n in (0, left) or n >= MIN_CHUNK_TOKENS or tokens - sum(m for _, m in share) < rows
     assert bool(share) == bool(ready)
     prompt_tokens = sum(n for i, n in share if candidates[i].token_count - candidates[i].computed_tokens > 1)
-    assert prompt_tokens or not computes or len(share) == tokens  # no prompt is put off for decodes alone
+    assert prompt_tokens or not computes or len(share) == tokens  # no prompt is delayed only for the sake of decodes

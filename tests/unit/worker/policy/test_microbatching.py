@@ -5,7 +5,7 @@ from services.worker.policy.microbatching import MicrobatchCandidate, PipelineVi
 
 
 def decodes(count: int, in_flight: int = 0) -> list[MicrobatchCandidate]:
-    """Decodes, of which the first `in_flight` are in flight."""
+    """Views of decodes, of which the first `in_flight` are in flight."""
     flying = [MicrobatchCandidate(0, 9, 10, 10, 8, True) for _ in range(in_flight)]
     return flying + [MicrobatchCandidate(0, 9, 9, 10, i % 7, True) for i in range(count - in_flight)]
 
@@ -23,12 +23,12 @@ def test_decodes_are_spread_over_as_many_batches_as_there_are_stages() -> None:
     assert len(formed(4, decodes(13, in_flight=11))) == 2
 
 
-def test_the_sequence_that_has_waited_longest_goes_first() -> None:
+def test_the_sequence_that_has_waited_longest_precedes_others() -> None:
     late, early = MicrobatchCandidate(0, 9, 9, 10, 6, True), MicrobatchCandidate(0, 9, 9, 10, 3, True)
     assert formed(2, [late, early]) == [(1, 1)]
 
 
-def test_prompts_are_spread_too_so_that_the_next_batch_has_one() -> None:
+def test_prompts_are_spread_over_batches_too() -> None:
     assert [i for i, _ in formed(2, [prompt(200), prompt(200), prompt(200)])] == [0, 1]
 
 
@@ -36,7 +36,7 @@ def test_a_prompt_is_in_one_batch_at_a_time() -> None:
     assert formed(2, [prompt(1_000, in_flight=100), prompt(50)]) == [(1, 50)]
 
 
-def test_a_long_prompt_is_cut_into_shares_but_not_into_crumbs() -> None:
+def test_a_long_prompt_is_cut_into_shares_but_not_into_tiny_chunks() -> None:
     assert formed(4, [prompt(1_000)]) == [(0, 250)]
     assert formed(4, [prompt(1_000, 24)]) == [(0, 250)]
     assert formed(4, [prompt(100)]) == [(0, 100)]

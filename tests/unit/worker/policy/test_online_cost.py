@@ -69,7 +69,7 @@ def test_a_slower_machine_is_noticed() -> None:
         assert off_by(online.current(), slower, chunks) == pytest.approx(0, abs=0.05)
 
 
-def test_a_wrong_coefficient_is_put_right() -> None:
+def test_a_wrong_coefficient_is_corrected() -> None:
     true = CostModel(3e-8 * 8, 9e-4, 1.2e-2, 1.1e-2, 6e-6)
     online = entered()
     run(online, true, 400)
@@ -94,14 +94,14 @@ def test_decodes_alone_do_not_make_it_forget_prefills() -> None:
     assert off_by(online.current(), LOADED.scaled(1.5), PREFILL) == pytest.approx(0, abs=0.1)
 
 
-def test_decodes_alone_set_the_pace_of_prefills_too() -> None:
+def test_decodes_alone_correct_the_cost_of_prefills_too() -> None:
     online = entered()
     for _ in range(300):
         online.record(DECODES, 2 * LOADED.batch_cost_s(DECODES))
     assert off_by(online.current(), LOADED.scaled(2.0), PREFILL) == pytest.approx(0, abs=0.1)
 
 
-def test_a_stall_now_and_then_changes_little() -> None:
+def test_occasional_stalls_change_little() -> None:
     online, rng = entered(), random.Random(5)
     for i in range(600):
         chunks = batch(rng)
@@ -162,7 +162,7 @@ def sparse(attention_s: float, token_s: float, shared_s: float, own_s: float, pr
     st.lists(st.tuples(chunks_st, st.floats(1e-4, 5.0)), min_size=16, max_size=16),
 )
 @example(CostModel(0.0, 0.0, 0.0, 0.0, 1e-6), [([Chunk(1000, 1)], 1e-3)] * 16)
-def test_a_start_by_which_some_batches_cost_nothing_is_mended(
+def test_a_profile_that_makes_some_batches_free_is_corrected(
     start: CostModel, steps: list[tuple[list[Chunk], float]]
 ) -> None:
     online = entered(StageCosts(layer=start, step=NOTHING, first=NOTHING, last=NOTHING))
@@ -174,7 +174,9 @@ def test_a_start_by_which_some_batches_cost_nothing_is_mended(
 @settings(max_examples=60, deadline=None)
 @given(steps_st, st.booleans())
 def test_the_fit_is_never_worse_than_the_profile(steps: list[tuple[list[Chunk], float]], has_profile: bool) -> None:
-    """Checked right after each fit, on all steps so far, as long as no batch size has more steps than are kept."""
+    """Checks the fit right after it is made, on all steps so far, as long as no batch size has more steps than are
+    stored.
+    """
     online = entered(PROFILE if has_profile else None)
     seen: list[tuple[list[Chunk], float]] = []
     sizes: dict[int, int] = {}

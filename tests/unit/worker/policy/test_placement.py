@@ -9,7 +9,7 @@ def members(*blocks: int, running: int = 10) -> list[MemberView]:
     return [MemberView(WorkerId(f"w{i}"), count, running) for i, count in enumerate(blocks)]
 
 
-def test_the_largest_go_first_to_where_most_is_left() -> None:
+def test_the_largest_sequences_are_placed_first_where_most_room_is_left() -> None:
     sequences = [PlacementView(i, blocks, True) for i, blocks in enumerate((5, 1, 4, 2))]
     assert place(sequences, members(10, 10)) == {0: "w0", 2: "w1", 3: "w1", 1: "w0"}
 
@@ -25,7 +25,7 @@ def test_waiting_sequences_take_no_place() -> None:
     assert place([PlacementView(1, 4, True), PlacementView(2, 4, False)], views) == {1: "w0", 2: "w0"}
 
 
-def test_a_sequence_that_fits_nowhere_goes_to_the_freest_member() -> None:
+def test_a_sequence_that_fits_nowhere_is_placed_on_the_freest_member() -> None:
     assert place([PlacementView(1, 50, True)], members(3, 8, 5)) == {1: "w1"}
 
 
@@ -38,13 +38,13 @@ def test_equal_members_end_at_most_one_sequence_apart(blocks: list[int], member_
     assert max(held) - min(held) <= max(blocks, default=0)
 
 
-def test_a_sequence_chosen_for_a_member_goes_there() -> None:
+def test_a_sequence_is_placed_on_its_chosen_member() -> None:
     sequences = [PlacementView(i, blocks, True) for i, blocks in enumerate((5, 1, 4, 2))]
     chosen = {0: WorkerId("w1"), 2: WorkerId("w1")}
     assert place(sequences, members(10, 10), chosen) == {0: "w1", 2: "w1", 3: "w0", 1: "w0"}
 
 
-def test_the_chosen_go_elsewhere_when_there_is_no_room_and_are_taken_before_others() -> None:
+def test_chosen_sequences_are_placed_first_and_elsewhere_if_there_is_no_room() -> None:
     chosen = {0: WorkerId("w0"), 1: WorkerId("w0"), 9: WorkerId("w0")}
     placed = place(
         [PlacementView(0, 6, True), PlacementView(1, 5, True), PlacementView(2, 7, True)], members(10, 13), chosen
@@ -52,5 +52,5 @@ def test_the_chosen_go_elsewhere_when_there_is_no_room_and_are_taken_before_othe
     assert placed == {0: "w0", 1: "w1", 2: "w1"}
 
 
-def test_a_member_that_is_none_any_more_is_no_choice() -> None:
+def test_a_former_member_is_not_chosen() -> None:
     assert place([PlacementView(1, 2, True)], members(3, 8), {1: WorkerId("gone")}) == {1: "w1"}

@@ -15,19 +15,19 @@ MANY = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 9
 
 
 def views_of(many: Many) -> list[VictimView]:
-    """Views with this rank, caller and block count, in order of arrival."""
+    """Views with the given rank, caller and block count, in order of arrival."""
     return [view(rank, arrival, caller, blocks) for arrival, (rank, caller, blocks) in enumerate(many)]
 
 
-def test_the_lowest_class_gives_way_first() -> None:
+def test_the_lowest_class_is_preempted_first() -> None:
     assert choose_victim([view(0, 9), view(2, 1), view(1, 5)]) == 1
 
 
-def test_in_a_class_the_latest_arrival_gives_way() -> None:
+def test_in_a_class_the_latest_arrival_is_preempted() -> None:
     assert choose_victim([view(1, 3), view(1, 8), view(1, 5)]) == 1
 
 
-def test_with_the_latest_more_is_lost_than_with_all_others() -> None:
+def test_the_latest_is_spared_if_it_would_lose_more_than_all_others() -> None:
     tokens = [40, 30, 20, 91]
     views = [replace(view(1, arrival), computed_tokens=count) for arrival, count in enumerate(tokens)]
     assert choose_victim(views) == 2
@@ -40,7 +40,7 @@ def test_the_first_in_order_of_service_is_never_the_victim(orders: list[tuple[in
     assert orders[choose_victim([view(*order) for order in orders])] != min(orders)
 
 
-def test_a_caller_that_holds_little_keeps_it_while_another_holds_much() -> None:
+def test_a_caller_with_few_blocks_keeps_them_while_another_has_many() -> None:
     flood = [view(1, arrival, caller=1) for arrival in range(5)]
     assert choose_victim([*flood, view(1, 9, caller=2)]) == 4
     assert choose_victim([view(1, 1, caller=1), view(1, 9, caller=2)]) == 1, "neither caller holds much more"
@@ -67,7 +67,7 @@ def test_claimed_blocks_cannot_be_claimed_back(many: Many, caller: int, rank: in
         )
 
 
-def test_a_claim_leaves_twice_as_much_as_it_gives() -> None:
+def test_a_claim_leaves_the_other_caller_twice_as_much_as_it_gains() -> None:
     flood = [view(1, arrival, caller=1) for arrival in range(6)]
     assert claimed(flood, 2, rank=1, need_block_count=3) == [5, 4, 3, 2]
     assert claimed(flood, 2, rank=2, need_block_count=3) == [], "no sequence of a better class"

@@ -21,14 +21,16 @@ COSTS = st.builds(
 
 
 @given(COSTS, st.integers(0, 4000), st.integers(1, 4000))
-def test_a_chunk_is_as_long_as_its_cost_says(cost: CostModel, prefix: int, count: int) -> None:
+def test_the_length_of_a_chunk_follows_from_its_cost(cost: CostModel, prefix: int, count: int) -> None:
     alone = cost.chunk_cost_s(Chunk(prefix, count))
     assert added_s(cost, prefix, count) == pytest.approx(alone - cost.shared_s, abs=1e-12)
     assert tokens_within(cost, prefix, added_s(cost, prefix, count)) == pytest.approx(count, rel=1e-3)
 
 
 @given(COSTS, st.integers(0, 2000), st.integers(1, 60), st.floats(0, 0.05), st.integers(1, 20))
-def test_a_cut_comes_as_near_as_it_may(cost: CostModel, prefix: int, count: int, room_s: float, least: int) -> None:
+def test_a_cut_is_as_close_to_its_time_limit_as_possible(
+    cost: CostModel, prefix: int, count: int, room_s: float, least: int
+) -> None:
     chosen = cut(cost, SequenceWork(prefix, count), room_s, least)
     allowed = [0, count, *(n for n in range(least, count - least + 1))]
     assert chosen in allowed

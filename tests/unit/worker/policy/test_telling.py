@@ -32,7 +32,7 @@ def test_a_new_dispatcher_gets_a_report_at_once() -> None:
     assert is_due(None, BUSY, 0.0, 4, counts_more=False)
 
 
-def test_a_step_that_changes_little_is_not_told_until_long_after() -> None:
+def test_a_step_that_changes_little_is_reported_late() -> None:
     after = replace(BUSY, used_block_count=109, steps_total=30, generation_tokens_total=120)
     assert not is_due(BUSY, after, LATER_S, 4, counts_more=False)
     assert is_due(BUSY, after, 2.0, 4, counts_more=False)
@@ -56,12 +56,12 @@ def test_changes_that_routing_sees_are_reported_once_per_interval(change: dict[s
     assert not is_due(BUSY, after, LATER_S, 5, counts_more=False), "more dispatchers must not raise the message rate"
 
 
-def test_requests_that_are_counted_now_are_told() -> None:
+def test_newly_counted_requests_are_reported() -> None:
     assert is_due(BUSY, BUSY, LATER_S, 4, counts_more=True)
     assert not is_due(BUSY, BUSY, 0.0, 4, counts_more=True)
 
 
-def test_the_last_word_is_exact_and_said_at_once() -> None:
+def test_the_final_report_is_exact_and_sent_at_once() -> None:
     told = replace(BUSY, used_block_count=1)
     quiet = replace(BUSY, running_count=0, used_block_count=0)
     assert is_due(told, quiet, 0.0, 4, counts_more=False)

@@ -22,12 +22,12 @@ def target(target_s: float, cost: CostModel | None = COST) -> TokenTarget:
 
 
 @pytest.mark.parametrize(("target_s", "count"), [(0.0305, 20), (0.0605, 50), (0.2, 64), (0.0205, 10), (0.005, 10)])
-def test_as_many_run_as_a_step_has_room_for_and_never_fewer_than_do(target_s: float, count: int) -> None:
+def test_as_many_sequences_run_as_a_step_has_time_for_and_running_ones_stay(target_s: float, count: int) -> None:
     assert target(target_s).place_count(TEN, 64) == count
 
 
 @pytest.mark.parametrize(("context_tokens", "count"), [(1899, 25), (899, 50), (399, 101), (0, 256)])
-def test_the_longer_contexts_are_the_fewer_run(context_tokens: int, count: int) -> None:
+def test_longer_contexts_let_fewer_sequences_run(context_tokens: int, count: int) -> None:
     assert target(0.0605).place_count(Decoders(10, 10 * context_tokens), 256) == pytest.approx(count, abs=1)
 
 
@@ -47,7 +47,7 @@ def test_a_step_of_decodes_takes_the_cost_models_time(count: int, prefix_tokens:
     assert token_s(FULL, now, Turnover(), count) == pytest.approx(FULL.batch_cost_s(chunks))
 
 
-def test_prompts_of_those_that_come_in_between_count() -> None:
+def test_prompts_of_arriving_requests_count() -> None:
     """With answers of 100 tokens, one of 20 running requests ends every five steps, and the prompt of its successor is
     computed.
     """

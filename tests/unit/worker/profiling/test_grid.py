@@ -46,5 +46,5 @@ def test_the_same_seed_gives_the_same_batches() -> None:
 @pytest.mark.parametrize(
     "batch", [((0, 513),), ((2000, 49),), ((16, 1),) * 65, ((1000, 1),) * 33], ids=["tokens", "length", "count", "KV"]
 )
-def test_limits(batch: Batch) -> None:
+def test_grid_limits(batch: Batch) -> None:
     assert not LIMITS.allow(tuple(Chunk(*chunk) for chunk in batch))

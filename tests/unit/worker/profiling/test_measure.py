@@ -17,6 +17,7 @@ from services.worker.policy.cost_fit import CostForm, StageShape
 from services.worker.profiling.build import key_of
 from services.worker.profiling.measure import Measured, Options, limits_of, measure
 from services.worker.profiling.memory import copies, remap_s_per_gb
+from services.worker.profiling.stage_timer import StageTimer
 from tests.unit.worker.test_cost_profile import make_profile
 from tools.model.tiny import make_tiny
 
@@ -68,7 +69,7 @@ def test_every_kind_of_stage_is_measured_and_fitted(engine: Engine) -> None:
     engine.check()
 
 
-def test_within_a_time_limit_enough_is_measured_for_a_fit(engine: Engine) -> None:
+def test_a_time_limit_leaves_enough_measurements_for_a_fit(engine: Engine) -> None:
     measured, told = measured_and_told(engine, Options(batch_tokens=64, sequences=8, kv_tokens=1024, seconds=0.0))
     assert len(measured.samples) == 24
     assert told[-1] == (told[-1][1], told[-1][1])
@@ -83,7 +84,7 @@ def test_one_layer_has_no_stages_and_cannot_be_remapped(tmp_path: Path) -> None:
         assert remap_s_per_gb(engine) is None
 
 
-def test_memory_moves_and_adds_up(engine: Engine) -> None:
+def test_remaps_and_copies_are_measured(engine: Engine) -> None:
     moved = remap_s_per_gb(engine)
     assert moved is not None
     assert moved > 0
@@ -104,6 +105,19 @@ def test_too_little_memory_for_a_profile(model_dir: Path) -> None:
         limits_of(engine, Options(sequences=engine.block_count))
 
 
+def test_a_limit_of_batches_below_that_of_a_profile_is_named(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: must be at least 32 for a profile, got 16"):
+        limits_of(engine, Options(batch_tokens=16, sequences=4))
+
+
+def test_kv_in_float8_is_profiled(model_dir: Path) -> None:
+    with load_engine(model_dir, device_memory_bytes=24 << 20, kv_cache_dtype="fp8") as engine:
+        timer = StageTimer(engine)
+        timer.fill_kv(8)
+        assert engine.memory.kv.layer(2)[:8].float().std() == pytest.approx(1.0, abs=0.1)
+        assert timer.least_s([Chunk(16, 4)], StageShape(3, True, True), repetitions=1) > 0
+
+
 def test_a_worker_starts_with_the_profile_of_its_model_and_refuses_another(
     engine: Engine, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -119,7 +133,7 @@ def test_a_worker_starts_with_the_profile_of_its_model_and_refuses_another(
         load_costs(settings_of(model_dir, cost_profile=tmp_path / "wrong.json"), engine)
 
 
-def test_a_worker_may_measure_itself_or_start_without_knowing(engine: Engine, model_dir: Path) -> None:
+def test_a_worker_may_measure_itself_or_start_without_a_profile(engine: Engine, model_dir: Path) -> None:
     whole = StageShape(3, True, True)
     small: dict[str, float] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     unknowing = load_costs(settings_of(model_dir, **small), engine)
