@@ -81,7 +81,8 @@ def table(days: Sequence[Day], alone: float) -> str:
     lines = ["| | GPUs on | GPU-seconds | in time | offline tokens/s | worth GPU-seconds | drops |", "|" + "---|" * 7]
     for day in days:
         worth = day.run.offline_token_count / alone
-        drops = sum(transition.journal.kind.value == "drop" for transition in day.run.transitions)
+        journals = [transition.journal for transition in day.run.transitions]
+        drops = sum(journal.kind.value == "drop" and journal.stage.value == "done" for journal in journals)
         change = day.gpu_seconds / static.gpu_seconds - 1
         figures = (f"{day.gpus_on:.2f}", f"{day.gpu_seconds:,.0f} ({change:+.0%})", f"{day.met_share(_DAY.slo):.2%}")
         lines.append(f"| {day.name} | {' | '.join(figures)} | {day.offline_per_s:,.0f} | {worth:,.0f} | {drops} |")

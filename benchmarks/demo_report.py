@@ -120,7 +120,11 @@ def _verdicts(result: BenchResult) -> list[str]:
     lines: list[str] = []
     if before.ttft_s.p99 and after.ttft_s.p99:
         times = before.ttft_s.p99 / after.ttft_s.p99
-        lines.append(f"p99 TTFT {times:.1f} times better (goal: at least {_GOAL_TTFT_TIMES:g})")
+        goal = f"(goal: at least {_GOAL_TTFT_TIMES:g}"
+        told = (
+            f"{times:.1f} times better {goal})" if times >= 1.0 else f"{1 / times:.1f} times worse {goal} times better)"
+        )
+        lines.append(f"p99 TTFT {told}")
     if before.tpot_s.p50 and after.tpot_s.p50:
         worse = after.tpot_s.p50 / before.tpot_s.p50 - 1
         lines.append(f"p50 TPOT {worse:+.0%} (goal: at most {_GOAL_TPOT_FRACTION:+.0%})")

@@ -189,7 +189,6 @@ def run(load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
         stop_after_s=load.seconds,
         offline=offline,
         classes=(PriorityClass.INTERACTIVE,),
-        fast_forwards=not mode.by_class,  # fast-forwarding would report offline tokens to the online trace's clients
     )
     return outcome_of(World(options, load.arrivals).run(), load)
 

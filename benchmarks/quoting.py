@@ -27,7 +27,7 @@ def quote(page: Path, name: str, text: str) -> None:
 
 def code_commit() -> str:
     """Last commit that changed the code of a simulation, and whether there are uncommitted changes to it."""
-    parts = ["ballast", "services", "sim", "benchmarks"]
+    parts = ["ballast", "services", "sim", "tools", "benchmarks", ":!benchmarks/results"]
     last = subprocess.run(["git", "log", "-1", "--format=%h", "--", *parts], capture_output=True, text=True, check=True)
     changed = subprocess.run(["git", "status", "--porcelain", "--", *parts], capture_output=True, text=True, check=True)
     return last.stdout.strip() + (" with changes" if changed.stdout else "")
@@ -38,8 +38,11 @@ def quote_run(page: Path, name: str, text: str, *, note: str = "", paths: Sequen
     folders of this machine.
 
     Raises:
-        ConfigError: as `quote`.
+        ConfigError: as `quote`, or the code has uncommitted changes, so that no commit names it.
     """
+    commit = code_commit()
+    if " " in commit:
+        raise ConfigError("--write", f"needs committed code, got {commit}")
     words = ["DIR" if word in map(str, paths) else word for word in sys.argv[1:]]
     command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(words)}"
-    quote(page, name, f"`{command}`, commit {code_commit()}{note and ', '}{note}:\n\n{text}")
+    quote(page, name, f"`{command}`, commit {commit}{note and ', '}{note}:\n\n{text}")

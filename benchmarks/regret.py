@@ -56,7 +56,8 @@ QUICK = (
     "agent-14b-40g-x1.2",
     "calm-14b-40g-x1",
 )
-_RIVALS = (PLAIN, "swap", "migrate", "static-pipeline", "static-pipeline:degree=4")
+_LOOKAHEAD = "static-pipeline:microbatching=lookahead"  # microbatches like those of drop
+_RIVALS = (PLAIN, "swap", "migrate", "static-pipeline", "static-pipeline:degree=4", _LOOKAHEAD)
 _QUICK_POLICIES = (PLAIN, "static-pipeline", OURS)
 _DRAWS = 4
 TARGET_S, CALM_FACTOR, SATURATED_S = 1.0, 5.0, 10.0
@@ -83,6 +84,7 @@ class Judged:
     preemptions: float
     mean_demand: float
     peak_demand: float
+    unserved: float = 0.0  # requests that were refused or failed, or did not end
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,14 @@ class RegretRow:
         return self.policies[policy].tokens_per_s / best if best else 1.0
 
     def faults(self, policy: str) -> list[str]:
-        """Texts: the rules that the policy violates in this cell, and how many draws broke an invariant."""
-        broken = self.policies[policy].broken
+        """Texts: the rules that the policy violates in this cell, unserved requests beyond the best rival's, and how
+        many draws broke an invariant.
+        """
+        mine = self.policies[policy]
+        broken, unserved = mine.broken, mine.unserved
         missed = [f"{rule.short.format(rule.of(self, policy))}" for rule in RULES if not rule.kept(self, policy)]
+        if unserved > self.best(policy).unserved:
+            missed.append(f"{unserved:g} unserved")
         return [*missed, f"{broken} broken"] if broken else missed
 
 
@@ -233,7 +240,8 @@ def _judged(name: str, runs: Sequence[Mapping[str, Any]], *, saturated: bool) ->
     if not good:
         return None
     figures = {figure: median(run[figure] for run in good) for figure in _FIGURES}
-    return Judged(name, len(good), len(mine) - len(good), **figures)
+    unserved = median(run.get("unserved", 0) for run in good)
+    return Judged(name, len(good), len(mine) - len(good), **figures, unserved=unserved)
 
 
 # ---------------------------------------------------------------- the page
@@ -266,7 +274,8 @@ def _text(judged: Judged | None) -> str:
         return "-"
     draws = f" [{judged.draws}]" if judged.draws > 1 else ""
     waits = f"{judged.ttft_p50_s:.2f}/{judged.ttft_p99_s:.2f}"
-    return f"{waits}, {1e3 * judged.tpot_p50_s:.0f}, {judged.tokens_per_s:.0f}{draws}"
+    unserved = f", {judged.unserved:g} unserved" if judged.unserved else ""
+    return f"{waits}, {1e3 * judged.tpot_p50_s:.0f}, {judged.tokens_per_s:.0f}{draws}{unserved}"
 
 
 def summary(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> Iterator[str]:

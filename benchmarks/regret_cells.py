@@ -29,7 +29,7 @@ from benchmarks.regret_made import MADE, MODEL, Made
 from services.planner.core.prediction_log import Predicted
 from sim.hardware import find_cluster, find_model
 from sim.jobs.settled import prompt_share
-from sim.jobs.simulation import SimJob, specs_of, stranded_fraction, world_of
+from sim.jobs.simulation import SimJob, WorkerSize, specs_of, stranded_fraction, world_of
 from sim.results import Outcome, SimRun
 from tools.bench.traces import Trace, TraceRequest, read_trace
 from tools.bench.upscale import upscaled
@@ -193,6 +193,7 @@ def job_of(cell: Cell | Made, traces: Path | None, policy: str, draw: int) -> Si
         cluster=cluster,
         policies=("recompute" if policy == CALM else policy,),
         seed=draw,
+        worker=WorkerSize.of(cluster),
         classes=classes,
     )
 
@@ -231,9 +232,11 @@ def decided(predicted: Predicted, zero_s: float) -> Mapping[str, Any]:
 
 
 def figures_of(run: SimRun) -> dict[str, Any]:
-    """Figures of a run; demand as a fraction of the KV memory without dropping."""
+    """Figures of a run; demand as a fraction of the KV memory without dropping. A request without a token counts as
+    waiting until the end of the run.
+    """
     served = [r for r in run.records if r.token_times_s]
-    waits_s = [r.token_times_s[0] - r.arrival_s for r in served]
+    waits_s = [(r.token_times_s[0] if r.token_times_s else run.duration_s) - r.arrival_s for r in run.records]
     tpots_s = [
         (r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1)
         for r in served

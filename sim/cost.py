@@ -39,7 +39,8 @@ class SimRoofline:
         bytes_per_s = gpu.memory_bytes_per_s * timings.bandwidth_fraction * gpus
         active = (model.active_parameter_count or model.parameter_count) - model.other_parameter_count
         experts_bytes = model.expert_parameter_count * model.parameter_element_bytes / layers
-        head_count = model.other_parameter_count / 2  # the other half is the embedding, a lookup
+        ends, table = model.other_parameter_count, model.vocab_size * model.hidden_size
+        head_count = ends if ends < 1.5 * table else ends / 2  # tied: one table; otherwise half is a mere lookup
         fixed_s = _measured(gpu.layer_floor_s, timings.layer_floor_s)
         row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # read on every GPU
         if gpus > 1:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ballast.common.errors import InvariantViolation
+from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Request
@@ -86,13 +86,20 @@ class OfflineClients:
             self._clock.after(0.0, b"offline", self._submit)
 
     def end(self, command: Finish | Fail | Refuse) -> None:
-        """End a request.
+        """End a request. Another one takes the place of a request that waited until its deadline, but not of one that
+        was refused, because the queue is full.
 
         Raises:
-            InvariantViolation: the answer is too short, or the request was refused.
+            InvariantViolation: the answer is too short, or the request failed for another reason.
         """
         _, answer, had = self._open.pop(command.request_id)
         if not isinstance(command, Finish):
+            if isinstance(command.error, DeadlineExceeded):
+                if not had:
+                    self._clock.after(0.0, b"offline", self._submit)
+                return
+            if isinstance(command.error, Overloaded):
+                return
             raise InvariantViolation(f"{command.request_id} ends with {command.error}")
         if had != answer:
             raise InvariantViolation(f"{command.request_id} ends with {had} of {answer} tokens")

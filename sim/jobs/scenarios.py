@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -9,7 +10,6 @@ from ballast.common.errors import ConfigError
 from ballast.common.sampling import PriorityClass
 from ballast.service.models import find_model as find_model_folder
 from ballast.service.models import hub_name
-from services.worker.policy.step_limits import step_limits
 from sim.faults import Fault
 from sim.hardware import Gpu, ModelSpec, find_cluster, find_model
 from sim.jobs.arrivals import generated
@@ -43,11 +43,7 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         raise ConfigError("--policy", "names none")
     trace = trace_of(scenario, model.max_model_len)
     priorities_only = scenario.offline is not None and scenario.offline.as_class == "default"
-    limits = step_limits(
-        min(kind.gpu.memory_bytes for kind in cluster.kinds),
-        sequences=scenario.max_num_seqs,
-        tokens=scenario.max_num_batched_tokens,
-    )
+    worker = WorkerSize.of(cluster, sequences=scenario.max_num_seqs, tokens=scenario.max_num_batched_tokens)
     return SimJob(
         trace=trace,
         model=model,
@@ -55,10 +51,9 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         policies=scenario.policies,
         seed=scenario.seed,
         deadline_s=scenario.deadline_s,
-        worker=WorkerSize(
+        worker=replace(
+            worker,
             block_tokens=scenario.block_size,
-            max_running_count=limits.sequences,
-            max_batch_tokens=limits.tokens,
             lookahead=scenario.microbatching == "lookahead",
             tpot_target_s=scenario.tpot_target_s,
         ),

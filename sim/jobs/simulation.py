@@ -27,6 +27,7 @@ from services.planner.core.stages import CoordinatorRules
 from services.planner.policy.compare import ComparisonTargets
 from services.planner.policy.migrate import MigrationRules
 from services.worker.config import WorkerSettings
+from services.worker.policy.step_limits import step_limits
 from sim.clients import Arrival
 from sim.dispatcher import DispatcherRules
 from sim.faults import Fault
@@ -72,6 +73,13 @@ class WorkerSize:
     max_batch_tokens: int = 2048
     lookahead: bool = True
     tpot_target_s: float | None = None  # None: no target
+
+    @staticmethod
+    def of(cluster: Cluster, *, sequences: int | None = None, tokens: int | None = None) -> "WorkerSize":
+        """The size that workers on the cluster's smallest GPU have. Arguments other than None take precedence."""
+        smallest_bytes = min(kind.gpu.memory_bytes for kind in cluster.kinds)
+        limits = step_limits(smallest_bytes, sequences=sequences, tokens=tokens)
+        return WorkerSize(max_running_count=limits.sequences, max_batch_tokens=limits.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,10 +44,10 @@ class SizingRun:
     keeps: bool
     met_share: float  # fraction of the requests that met the goal; an upper bound if the run ended early
     ended_early_s: float | None  # time in the trace at which a miss was certain
-    ttft_p50_s: float | None
+    ttft_p50_s: float | None  # a request without a token counts as waiting until the end of the run
     ttft_p99_s: float | None
     tpot_p50_s: float | None
-    drop_count: int
+    drop_count: int  # drops that were completed
     mean_on: float  # mean number of GPUs with allocated memory, until the last arrival or the end
     leave_count: int  # number of times that an instance was parked
     soon_count: int  # of `leave_count`, instances needed again within a minute
@@ -293,7 +293,9 @@ def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None
     early_s = now_s if judge.fails and now_s < job.trace.span_s else None
     if early_s is None:
         judge.close(now_s)
-    firsts_s = [r.token_times_s[0] - r.arrival_s for r in run.records if r.token_times_s]
+    firsts_s = [
+        (r.token_times_s[0] if r.token_times_s else now_s) - r.arrival_s for r in run.records if r.arrival_s <= now_s
+    ]
     paces_s = [
         (r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_times_s) - 1)
         for r in run.records
@@ -308,7 +310,7 @@ def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None
         ttft_p50_s=_quantile(firsts_s, 0.5),
         ttft_p99_s=_quantile(firsts_s, 0.99),
         tpot_p50_s=_quantile(paces_s, 0.5),
-        drop_count=sum(t.journal.kind.value == "drop" for t in run.transitions),
+        drop_count=sum(t.journal.kind.value == "drop" and t.journal.stage.value == "done" for t in run.transitions),
         mean_on=mean_on(run.samples, job.trace.span_s) * job.model.gpus_per_instance,
         leave_count=leave_count,
         soon_count=soon_count,

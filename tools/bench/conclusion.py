@@ -3,12 +3,14 @@
 import math
 
 from ballast.common.units import counted, duration, human_bytes, share
+from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, PolicyResult
 from tools.bench.shortage import in_words, is_memory_short, shortage
 from tools.bench.slo import LENIENT, Slo
 
 _PLAIN = "recompute"  # baseline
 _ALIKE = 1.1  # figures within this factor are called equal
+_UNSERVED = (RequestOutcome.REFUSED, RequestOutcome.FAILED, RequestOutcome.DEADLINE)
 _BEARABLE_TPOT = 1.25  # a TPOT worse by more than this factor is reported as the cost of dropping
 
 
@@ -16,7 +18,7 @@ def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
     """The conclusion, from the figures of `result` only. `slo`: the goal by which drop is judged."""
     drop = result.policies.get("drop")
     others = {name: policy for name, policy in result.policies.items() if name != "drop"}
-    sentences = [_demand(result)]
+    sentences = [_demand(result), _unserved(result)]
     if drop is not None:
         sentences.append(_drops(drop))
     if drop is not None and others:
@@ -48,6 +50,19 @@ def _demand(result: BenchResult) -> str:
     return (
         f"With {name} the requests want up to {peak:.0%} of the KV cache, and more than there is for {short_s:.0f} s."
     )
+
+
+def _unserved(result: BenchResult) -> str:
+    """A sentence with the requests that were not answered, per policy. Latencies leave out those without a token."""
+    counts = {
+        name: sum(policy.outcomes.get(outcome, 0) for outcome in _UNSERVED) for name, policy in result.policies.items()
+    }
+    told = [
+        f"{count} of {counted(result.policies[name].request_count, 'request')} with {name}"
+        for name, count in counts.items()
+        if count
+    ]
+    return f"Refused, failed or out of time, and left out of latencies: {', '.join(told)}." if told else ""
 
 
 def _interval_s(policy: PolicyResult) -> float:

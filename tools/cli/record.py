@@ -27,7 +27,8 @@ def add_parser(commands: Commands) -> None:
         help="record arrivals and lengths of requests as a trace",
         description="Records arrival_s,input_tokens,output_tokens,class of the requests that arrive from now on, in the"
         " order of arrival, as a trace for `ballast size` and `ballast sim`. Ends when these requests have ended, at"
-        f" most {_LINGER_S:.0f} s after the recording time, or with Ctrl-C, which writes the requests recorded so far.",
+        f" most {_LINGER_S:.0f} s after the recording time, or with Ctrl-C, which writes the requests recorded so far."
+        " Requests without a token, such as refused ones, are not recorded.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--for", dest="for_s", type=seconds, default=3600.0, metavar="TIME", help="10m, 1h (1h)")
@@ -50,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
     else:
         args.out.write_text(text, encoding="utf-8")
-    print(f"recorded {counted(len(recording.rows), 'request')}", file=sys.stderr)
+    print(
+        f"recorded {counted(len(recording.rows), 'request')}; those without a token (refused ones ...) are left out",
+        file=sys.stderr,
+    )
     return 1 if recording.silent else 0
 
 

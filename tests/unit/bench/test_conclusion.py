@@ -190,3 +190,13 @@ def test_requests_that_wait_despite_enough_memory(template: BenchResult) -> None
     assert "The median time per output token is that with recompute, 50.0 ms." in text
     assert "This cluster has enough memory for this trace. What is short is computing: prompts take 97%" in text
     assert "It takes about 9 GPUs or more" in text
+
+
+def test_requests_without_an_answer_are_counted(template: BenchResult) -> None:
+    base = next(iter(template.policies.values()))
+    base = base.model_copy(update={"outcomes": {RequestOutcome.FINISHED: base.request_count}})
+    drop, plain = policy(base, p99_s=1.0, dropped=True), policy(base, p99_s=5.0, dropped=False)
+    refused = drop.model_copy(update={"outcomes": {RequestOutcome.FINISHED: 293, RequestOutcome.REFUSED: 7}})
+    text = told(template, refused, plain)
+    assert f"left out of latencies: 7 of {drop.request_count} requests with drop." in text
+    assert "left out" not in told(template, drop, plain)

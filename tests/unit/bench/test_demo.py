@@ -223,3 +223,11 @@ def test_ctrl_c_ends_it_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(demo, "demo", interrupted)
     assert demo.main([]) == 130
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_longer_waits_are_called_worse() -> None:
+    result = bench_result(bursty_run(), "recompute", "drop")
+    plain, drop = result.policies.values()
+    slow = drop.model_copy(update={"ttft_s": drop.ttft_s.model_copy(update={"p99": 2 * (plain.ttft_s.p99 or 1.0)})})
+    told = demo_report.verdicts(result.model_copy(update={"policies": {"recompute": plain, "drop": slow}}))
+    assert "p99 TTFT 2.0 times worse (goal: at least 10 times better)" in told

@@ -11,6 +11,7 @@ from sim.hardware import find_cluster, find_model, timings
 from sim.jobs.settled import Load, peak_demand, settled
 from sim.jobs.simulation import SimJob, instance_count, specs_of
 from sim.scenario import Scenario, read_scenario
+from tests.unit.bench.samples import bench_result, bursty_run
 from tools.bench.lengths import lengths_of
 from tools.bench.traces import Trace, TraceRequest
 
@@ -138,3 +139,14 @@ def test_scenarios_burst_at_the_time_that_figures_assume() -> None:
         arrivals = read_scenario(path).arrivals
         assert arrivals is not None
         assert arrivals.bursts[0].at_s == BURST_AT_S, path.stem
+
+
+def test_the_better_static_pipeline_is_the_rival() -> None:
+    result = bench_result(bursty_run(), "static-pipeline", "static-pipeline:microbatching=lookahead", "drop")
+    waits_s = dict(zip(result.policies, (9.0, 4.0, 1.0), strict=True))
+    policies = {
+        name: policy.model_copy(update={"ttft_s": policy.ttft_s.model_copy(update={"p99": waits_s[name]})})
+        for name, policy in result.policies.items()
+    }
+    claim = next(c for c in CLAIMS if "vLLM with pipelines" in c.what)
+    assert claim.measure(result.model_copy(update={"policies": policies})) == pytest.approx(4.0)

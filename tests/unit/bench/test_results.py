@@ -1,13 +1,14 @@
 import dataclasses
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from ballast.common.errors import ConfigError
 from tests.unit.bench.samples import bench_result, bursty_run, dropped_run, record, sample
-from tools.bench import results
+from tools.bench import environment, results
 from tools.bench.environment import describe_environment
 from tools.bench.records import ReplayRun, RequestOutcome
 from tools.bench.results import (
@@ -145,10 +146,23 @@ def test_unreadable_and_unwritable_paths_are_named(tmp_path: Path) -> None:
 
 
 def test_environment_names_the_machine() -> None:
-    environment = describe_environment()
-    assert environment.core_count >= 1
-    assert environment.memory_bytes > 0
-    assert environment.packages["numpy"]
+    found = describe_environment()
+    assert found.core_count >= 1
+    assert found.memory_bytes > 0
+    assert found.packages["numpy"]
+    assert found.packages["ballast-serve"]
+
+
+def test_the_commit_is_not_that_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (
+        ("init", "-q"),
+        ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "a"),
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(environment, "_HERE", tmp_path / "environment.py")
+    (tmp_path / "environment.py").touch()
+    assert describe_environment().git_commit is None
+    assert describe_environment().git_dirty is None
 
 
 def test_every_field_is_documented() -> None:

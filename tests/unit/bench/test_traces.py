@@ -59,7 +59,7 @@ def test_published_formats(
         ("arrival_s;input_tokens;output_tokens\n0,5;1;2\n", "trace:1: columns are separated by ';'"),
         ("a,b\n1,2\n", "trace:1: unknown header 'a,b'"),
         ("arrival_s,input_tokens,output_tokens\n", "holds no request"),
-        ("arrival_s,input_tokens,output_tokens\n1,2,0\n", "holds no request: all 1 rows are without output"),
+        ("arrival_s,input_tokens,output_tokens\n1,2,0\n", "holds no request: all 1 rows are without output or offline"),
         ('arrival_s,input_tokens,output_tokens\n"0,5",2,3\n', "trace:2: arrival_s .* '0,5'; write a decimal point"),
         (
             "arrival_s,input_tokens,output_tokens\n2024-05-01 12:00,2,3\n",
@@ -154,3 +154,11 @@ def test_a_written_trace_reads_back(tmp_path: Path) -> None:
     trace = _trace((0.125, 5, 6), (3.0, 7, 8))
     write_trace(tmp_path / "t.csv", trace.requests)
     assert read_trace(tmp_path / "t.csv").requests == trace.requests
+
+
+def test_offline_requests_of_a_recording_have_no_goal(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens,class\n1,10,5,default\n2,900,800,batch\n3,20,5,interactive\n")
+    trace = read_trace(path)
+    assert [r.input_tokens for r in trace.requests] == [10, 20]
+    assert trace.dropped_count == 1

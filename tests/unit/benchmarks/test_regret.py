@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.regret import RegretRow, is_saturated, predictions, row_of, summary, table
-from benchmarks.regret_cells import KINDS, REPLAYED, decided, trace_of
+from benchmarks.regret_cells import KINDS, REPLAYED, decided, figures_of, job_of, trace_of
+from sim.results import Outcome
 from tests.support.simulated import world
 
 
@@ -158,3 +159,29 @@ def test_the_replayed_cells_are_of_five_kinds_and_three_machines() -> None:
     assert {cell.kind for cell in REPLAYED.values()} == set(KINDS)
     for kind in KINDS:
         assert len({cell.machine for cell in REPLAYED.values() if cell.kind == kind}) >= 3
+
+
+def test_requests_that_only_the_judged_policy_leaves_unserved_are_a_fault() -> None:
+    found = row(run("recompute", 8.0), run("drop", 0.8, unserved=50))
+    assert found.faults("drop") == ["50 unserved"]
+    assert "50 unserved" in table([found], ["recompute", "drop"], "drop")
+    assert not row(run("recompute", 8.0, unserved=50), run("drop", 0.8, unserved=50)).faults("drop")
+
+
+def test_a_request_without_a_token_waits_until_the_end_of_the_run() -> None:
+    made = world().run()
+    del made.records[-1].token_times_s[:]
+    made.records[-1].outcome = Outcome.REFUSED
+    made.duration_s = 1e4
+    found = figures_of(made)
+    assert found["ttft_p99_s"] > 10.0
+    assert found["unserved"] == 1
+
+
+def test_workers_have_the_default_size_of_their_gpu(tmp_path: Path) -> None:
+    (tmp_path / "azure_conv_calm640.csv").write_text("arrival_s,input_tokens,output_tokens\n1,100,10\n2,100,10\n")
+    sizes = {
+        machine: job_of(REPLAYED[f"calm-{machine}"], tmp_path, "drop", 0).worker
+        for machine in ("14b-40g-x1", "14b-80g-x1")
+    }
+    assert [(s.max_running_count, s.max_batch_tokens) for s in sizes.values()] == [(256, 2048), (512, 4096)]

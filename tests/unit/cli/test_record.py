@@ -58,4 +58,6 @@ def test_a_silent_dispatcher_is_waited_for_and_reported(
     assert record.run(argparse.Namespace(address="a:1,b:1", for_s=10.0, out=out)) == status
     assert lasts_s <= clock[0] - began_s < lasts_s + 4
     assert out.read_text().count("\n") == 2, "the other dispatcher's request is recorded"
-    assert ("b:1 does not answer" in capsys.readouterr().err) == bool(status)
+    err = capsys.readouterr().err
+    assert ("b:1 does not answer" in err) == bool(status)
+    assert "without a token (refused ones ...) are left out" in err

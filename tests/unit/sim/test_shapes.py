@@ -199,3 +199,13 @@ def test_uncountable_configs_are_refused() -> None:
         spec_of_config("m", QWEN | {"kv_lora_rank": 512}, gpu)
     with pytest.raises(ConfigError, match="does not fit into 64 L4"):
         spec_of_config("m", LLAMA_70B | {"num_hidden_layers": 1000}, find_gpu("L4", "gpu"))
+
+
+def test_a_tied_head_is_read_whole() -> None:
+    h100 = find_cluster("1xH100")
+    tied, untied = (
+        SimRoofline(spec_of_config("m", QWEN | {"tie_word_embeddings": tied}, h100.gpu), h100, timings()).costs
+        for tied in (True, False)
+    )
+    assert tied.head_s == pytest.approx(untied.head_s, rel=1e-3)
+    assert tied.head_token_s == pytest.approx(untied.head_token_s, rel=1e-3)

@@ -20,6 +20,7 @@ from sim.clients import Arrival, Clients
 from sim.clock import Clock
 from sim.hardware import find_cluster, find_model
 from sim.jobs.simulation import WorkerSize, production_rules
+from sim.offline import OfflineLoad
 from sim.results import Outcome, SimRun
 from sim.world import World
 from tests.support.simulated import burst, options, world
@@ -282,3 +283,10 @@ def test_under_overload_tokens_meet_their_target_and_requests_wait(policy: str, 
 def test_no_target_equals_a_target_that_is_always_met(policy: str) -> None:
     assert production_rules(WorkerSize()).worker.tpot_target_s is None
     assert with_target(policy, None, burst()).trace_hash == with_target(policy, 100.0, burst()).trace_hash
+
+
+@pytest.mark.parametrize(("waiting_count", "deadline_s"), [(4, 2.0), (300, 3600.0)])
+def test_offline_requests_may_be_late_or_refused(waiting_count: int, deadline_s: float) -> None:
+    load = OfflineLoad(lengths=[(2000, 400)], waiting_count=waiting_count, until_s=4.0)
+    run = World(replace(options(), deadline_s=deadline_s, offline=load), [Arrival(0.0, 300, 10)]).run()
+    assert run.records[0].outcome is Outcome.FINISHED
