@@ -1,7 +1,6 @@
 """Addresses of the form host:port, in which an IPv6 address is in brackets: [::1]:50051."""
 
 import os
-import socket
 from collections.abc import Sequence
 
 from ballast.common.errors import InvalidRequest
@@ -17,7 +16,7 @@ def default_address() -> str:
 def join_address(host: str, port: int) -> str:
     """Return host:port. An IPv6 address may be given with or without its brackets."""
     host = host.strip("[]")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{host}]:{port}" if is_ipv6(host) else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -35,9 +34,9 @@ def is_address(text: str) -> bool:
     return is_host and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16
 
 
-def family_of(host: str) -> socket.AddressFamily:
-    """The family of a socket that listens on `host`, a name or an address without brackets."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def is_ipv6(host: str) -> bool:
+    """True if `host` is an IPv6 address, with or without brackets."""
+    return ":" in host
 
 
 def checked_address(address: str) -> str:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 import ballast
+from ballast.common.addresses import is_ipv6
 from ballast.common.errors import ConfigError
 
 # vLLM's histogram buckets, so that dashboards are comparable.
@@ -136,7 +137,7 @@ class _BoundedServer(ThreadingHTTPServer):
     """
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.address_family = socket.AF_INET6 if is_ipv6(address[0]) else socket.AF_INET
         self._open: dict[socket.socket, float] = {}  # connection -> start time, oldest first
         self._lock = threading.Lock()
         super().__init__(address, handler)

@@ -5,7 +5,7 @@ import random
 import socket
 from pathlib import Path
 
-from ballast.common.addresses import family_of
+from ballast.common.addresses import is_ipv6
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 15_000
@@ -34,7 +34,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             found.append(port)
             _given.add(port)
     while len(found) < count:  # no port is free below that range: let the kernel choose
-        with socket.socket(family_of(host)) as probe:
+        with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
             probe.bind((host, 0))
             port = int(probe.getsockname()[1])
         if port not in found:
@@ -54,7 +54,7 @@ def _first_given_port() -> int:
 
 
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket(family_of(host)) as probe:
+    with socket.socket(socket.AF_INET6 if is_ipv6(host) else socket.AF_INET) as probe:
         try:
             probe.bind((host, port))
         except OSError:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from threading import Condition, Thread
 
-from ballast.common.addresses import family_of, is_address, join_address, split_address
+from ballast.common.addresses import is_address, is_ipv6, join_address, split_address
 from ballast.common.errors import ConfigError, DeadlineExceeded, PeerViolation, Unavailable
 from ballast.service.logs import get_logger
 from services.worker.links.handshake import (
@@ -80,7 +80,9 @@ class Rendezvous:
         self._worker_id = worker_id
         self._secret = secret
         try:
-            self._listener = socket.create_server((host, port), family=family_of(host))
+            self._listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+            )
         except OSError as error:
             raise ConfigError("worker.data_port", f"cannot listen on {host}:{port}: {error.strerror}") from error
         self._listener.setblocking(False)
@@ -313,7 +315,10 @@ def resolve_host(advertise_host: str | None) -> str:
     """
     if advertise_host is None:
         for outside in ("192.0.2.1", "2001:db8::1"):
-            with contextlib.suppress(OSError), socket.socket(family_of(outside), socket.SOCK_DGRAM) as probe:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(socket.AF_INET6 if is_ipv6(outside) else socket.AF_INET, socket.SOCK_DGRAM) as probe,
+            ):
                 probe.connect((outside, 9))  # sends nothing; only asks the routing table
                 return str(probe.getsockname()[0])
         return "127.0.0.1"

@@ -18,7 +18,7 @@ from torch.distributed import (
     Work,
 )
 
-from ballast.common.addresses import family_of, join_address, split_address
+from ballast.common.addresses import is_ipv6, join_address, split_address
 from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost, Start
 from services.worker.ranks.crew import LOAD_S, START_S
@@ -137,7 +137,7 @@ def _store_at(start: Start) -> Store:
 
 def open_store(host: str) -> tuple[Store, str]:
     """Open a store for ranks on several hosts. Returns it with its HOST:PORT."""
-    listener = socket.create_server((host, 0), family=family_of(host))
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET)
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store takes it over
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True)

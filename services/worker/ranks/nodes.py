@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import ballast
-from ballast.common.addresses import family_of, split_address
+from ballast.common.addresses import is_ipv6, split_address
 from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
 from services.worker.links.handshake import (
@@ -116,7 +116,7 @@ class NodeListener:
         """
         self._nodes = nodes
         try:
-            family = family_of(nodes.host_port[0])
+            family = socket.AF_INET6 if is_ipv6(nodes.host_port[0]) else socket.AF_INET
             self._listener = socket.create_server(nodes.host_port, family=family, backlog=256)
         except OSError as error:
             why = f"cannot listen on {nodes.address}: {error.strerror or error}. It must be the first host's"
