@@ -256,8 +256,8 @@ def test_a_knob_that_is_not_a_count_is_named(knob: str) -> None:
 
 def test_requests_without_a_token_count_in_the_waits() -> None:
     """Most requests miss the goal, and those that still wait when the run ends early have waited longest."""
-    requests = tuple(TraceRequest(0.01 * i, 3000, 10) for i in range(200))
+    requests = tuple(TraceRequest(0.0, 1500, 10) for _ in range(20))
     job = replace(burst(), trace=Trace(source="test", format="generated", requests=requests))
     run = attempt(of(1, job, "recompute"), Slo(ttft_s=1.0, share=0.3))
     assert not run.keeps
-    assert (run.ttft_p99_s or 0.0) > 1.5
+    assert (run.ttft_p99_s or 0.0) >= 1.0

@@ -285,7 +285,7 @@ def test_no_target_equals_a_target_that_is_always_met(policy: str) -> None:
     assert with_target(policy, None, burst()).trace_hash == with_target(policy, 100.0, burst()).trace_hash
 
 
-@pytest.mark.parametrize(("waiting_count", "deadline_s"), [(4, 2.0), (300, 3600.0)])
+@pytest.mark.parametrize(("waiting_count", "deadline_s"), [(100, 0.5), (300, 3600.0)])
 def test_offline_requests_may_be_late_or_refused(waiting_count: int, deadline_s: float) -> None:
     load = OfflineLoad(lengths=[(2000, 400)], waiting_count=waiting_count, until_s=4.0)
     run = World(replace(options(), deadline_s=deadline_s, offline=load), [Arrival(0.0, 300, 10)]).run()
