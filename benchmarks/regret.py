@@ -249,7 +249,7 @@ def _judged(name: str, runs: Sequence[Mapping[str, Any]], *, saturated: bool) ->
 
 def table(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> str:
     """Markdown table with a row for each cell: P50/P99 TTFT in seconds, P50 TPOT in ms and tokens/s of each policy;
-    then the figures of `ours` relative to its rivals', and the rules that it violates.
+    then the ratios of `ours` to the best rival, and what it misses: rules, unserved requests, draws.
     """
     lines = [
         f"| cell (prompts' share, demand) | {' | '.join(policies)} | P99 TTFT of {ours} over the best (as it is) |"

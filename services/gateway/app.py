@@ -170,7 +170,7 @@ class _Traced:
 
 
 class Door:
-    """Runs calls: limits requests, detects disconnects, and converts failures to responses."""
+    """Serves HTTP requests: limits their number and size, detects disconnects, and converts failures to responses."""
 
     def __init__(
         self,

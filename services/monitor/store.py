@@ -65,7 +65,7 @@ class RedisRegistry:
                     await self._state.run(self._state.redis.delete(*keys))
 
     async def read(self) -> list[InstanceRow]:
-        """Read all rows by worker id. Unreadable rows are left out and logged."""
+        """Read all rows, sorted by worker id. Unreadable rows are left out and logged."""
         redis = self._state.redis
         keys: list[str] = []
         cursor = 0

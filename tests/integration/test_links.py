@@ -110,7 +110,7 @@ def test_messages_go_both_ways_in_order(bench: Bench, shared_peer: PeerProcess) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [0, 3, 2048])  # nothing, inline in the frame, after the frame
+@pytest.mark.parametrize("rows", [0, 3, 2048])  # payload: empty, inline in the frame, sent after the frame
 def test_a_tensor_returns_bit_for_bit(bench: Bench, shared_peer: PeerProcess, dtype: torch.dtype, rows: int) -> None:
     bench.open("w3")  # the peer has the lower id, so its rendezvous store is used
     link = bench.link(shared_peer, "w2")

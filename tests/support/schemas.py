@@ -1,4 +1,4 @@
-"""Random JSON schemas whose answers end soon, whatever tokens a model with random weights generates."""
+"""Random JSON schemas whose output is short, whatever tokens a model with random weights prefers."""
 
 import random
 from typing import Any

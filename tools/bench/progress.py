@@ -16,7 +16,7 @@ _LOG_WIDTH = 120
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """A console on standard output or standard error. In a file or a pipe it is so wide that no line is wrapped."""
+    """A console on standard output or standard error. In a file or a pipe, lines wrap at 120 columns instead of 80."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(width=_LOG_WIDTH, stderr=stderr)
 

@@ -24,8 +24,8 @@ class SizingMemory:
     """Memory of a cluster."""
 
     device_memory_bytes: int  # memory of each worker
-    undropped_tokens: int  # KV tokens of all workers
-    dropped_tokens: int  # KV tokens of all workers if pairs of them share one copy of the layers
+    undropped_tokens: int  # KV capacity of all workers in tokens, without dropping
+    dropped_tokens: int  # the same if pairs of workers share one copy of the layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ class PrefixMap:
     def __init__(self, most_marks: int) -> None:
         """`most_marks`: maximum number of known marks; LRU."""
         self._most_marks = most_marks
-        self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # mark -> last use by worker, latest last
+        # Mark -> worker -> time of its last use; both levels in the order of use, the most recent at the end.
+        self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()
         self._kept_since_s: dict[WorkerKey, float] = {}  # connected worker -> time passed to `report`
 
     def __len__(self) -> int:

@@ -539,9 +539,7 @@ class PlannerCore:
         return [p.SetTimer(due_at_s)]
 
     def _own_at_s(self, at_s: float) -> float:
-        """Return the time from which the planner may begin a postponed transition of its own; inf if nothing is
-        postponed.
-        """
+        """Return the end of the pause before the planner's next transition of its own; inf if there is no pause."""
         own_at_s = self.conductor.own_at_s
         return own_at_s if self.active and not self.conductor.busy and own_at_s > at_s else math.inf
 

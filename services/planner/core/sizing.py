@@ -34,7 +34,7 @@ _REPORTS_S = 5.0  # maximum wait for missing reports, for example after a change
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRules:
     parks: bool = False  # True: idle instances are parked
-    advises: bool = False  # True: without parking, compute the wanted number for an external scaler
+    advises: bool = False  # True: compute the wanted number of instances for an external autoscaler; nothing is parked
     drops: bool = False  # True: parameters are dropped under memory pressure, which bridges the time to wake
     least_instances: int = 1  # minimum number of serving instances
     dwell_s: float = 10.0  # time for which one fewer instance must suffice before one is parked

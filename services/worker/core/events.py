@@ -68,7 +68,9 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The client has cancelled its request. Answered with a CANCELLED ending, unless the sequence has already ended."""
+    """The dispatcher aborts a request: its client has cancelled it, its deadline has passed, or it is recalled to run
+    elsewhere. Answered with a CANCELLED ending, unless the sequence has already ended.
+    """
 
     at_s: float
     key: SequenceKey

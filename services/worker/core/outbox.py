@@ -63,7 +63,7 @@ class Outbox:
         letter.texts += [""] * len(handles)
 
     def text(self, sequence: Running, text: str) -> None:
-        """Add text without a token, which was held back as a possible beginning of a stop string."""
+        """Add text without a new token. It was held back because it could have begun a stop string."""
         if sequence.wants_text and text:
             letter = self._letter(sequence.key[0])
             letter.handles.append(sequence.key[1])

@@ -65,7 +65,7 @@ class PlanPart:
     rosters_from: tuple[WorkerId, ...]  # new leaders of sequences whose KV it sends or receives, including itself
     roster_to: tuple[WorkerId, ...]  # for a new leader: members that get its roster, except itself
     dissolves: bool  # True in a restore: members serve alone at once, while the old group drains
-    lost: frozenset[WorkerId] = frozenset()  # stages of its old group that a stand-in replaces
+    lost: frozenset[WorkerId] = frozenset()  # lost members of its old group, replaced by a stand-in
 
 
 def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:

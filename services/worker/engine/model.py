@@ -52,7 +52,7 @@ class _AdaptedLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Memory for as many rows as were reserved, or else as the largest step so far."""
+    """Buffers for the reserved number of rows; without a reservation, for the largest step so far."""
 
     qkv: torch.Tensor
     attended: torch.Tensor

@@ -6,7 +6,8 @@ _EXTENTS_PER_LAYER = 16  # extents of a layer's parameters, and of a layer's KV 
 _MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers; a GPU's driver takes about 60 us per mapped extent
 _MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no extents are adjacent
 _MIN_EXTENT_BYTES = 16 << 10
-_LARGE_EXTENT_BYTES = 2 << 20  # larger extents are multiples of this size, so that the host moves whole page tables
+# Larger extents are multiples of this size, so that mremap moves whole page tables instead of single entries.
+_LARGE_EXTENT_BYTES = 2 << 20
 
 
 def choose_extent_bytes(

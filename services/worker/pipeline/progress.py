@@ -80,7 +80,7 @@ class Published:
         return self._counted
 
     def note(self, event: Event) -> None:
-        """Record the duration of connecting or of preparing memory at the event that ends it."""
+        """Record how long connecting or preparing memory took, if the event ends it."""
         progress = self.counted
         if isinstance(event, LinksUp):
             progress.links_s = event.at_s - progress.began_s

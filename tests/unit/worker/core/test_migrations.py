@@ -157,7 +157,7 @@ def test_a_preemption_and_readmission_between_two_steps_ends_the_migration() -> 
             departures.heard(made.at_s, W2, want(0, 9))
         made.want_batch()
         made.finish_step()
-        if made.preempted:  # the second sequence has ended in the same step, so that the next arrival admits both
+        if made.preempted:  # the second sequence ended in this step, so both blocks are free for the next plan
             made.submit(prompt(2, 70), tokens(4))
     assert isinstance(commands.pop(0), m.Give)
     assert not report(departures, commands).moved
