@@ -336,7 +336,9 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.say(worker, preempted=sorted(worker.requests.keys() - worker.preempted))
         self.tick(0.3)
         for key_ in [*(other for other in sorted(self.workers) if other != crowded), crowded]:
-            worker = self.workers[key_]
+            worker = self.workers.get(key_)
+            if worker is None:
+                continue  # a former leader whose last request has ended meanwhile
             waits = load(used_block_count=64, running_count=1, waiting_count=max(1, len(worker.requests)))
             self.take(
                 self.story.raw_step(

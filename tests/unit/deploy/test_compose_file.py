@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from ballast.common.errors import ConfigError
+from ballast.service.security import is_loopback
 from deploy.compose_file import COMPLETED, HEALTHY, Placement, ServiceSpec, read_compose, start_order
 from services.planner.config import PlannerSettings
 from services.worker.config import WorkerSettings
@@ -37,6 +38,19 @@ def test_one_port_is_published_and_to_this_machine_only() -> None:
     assert {name: spec.published for name, spec in everything.items() if spec.published} == {
         "gateway": ("127.0.0.1:8000:8000",)
     }
+
+
+def test_no_service_refuses_the_host_on_which_it_listens() -> None:
+    everything = read_compose(ROOT / "docker-compose.yml", {}, ("emulated", "observability"))
+    listening = 0
+    for name, spec in everything.items():
+        for key, host in spec.environment.items():
+            prefix, _, setting = key.rpartition("__")
+            if setting == "HOST" and not is_loopback(host):
+                guard = spec.environment.get(f"{prefix}__INSECURE"), spec.environment.get(f"{prefix}__TLS_DIR")
+                assert guard[0] == "true" or guard[1], f"{name} exits at once: see Security.ensure_guarded"
+                listening += 1
+    assert listening >= 7
 
 
 def test_cpu_memory_logs_and_restarts_are_limited() -> None:
