@@ -142,7 +142,7 @@ class GuardedSettings(Settings):
     """Address to listen on."""
     advertise_host: str | None = None
     """Name or address under which other services reach this one. Default: the host it listens on, or this machine's
-    name if that is 0.0.0.0."""
+    name if that is 0.0.0.0 or ::."""
     tls_dir: Path | None = None
     """Folder with tls.crt, tls.key and ca.crt of this service, created by `ballast certs`. The other services then need
     certificates of the same CA."""

@@ -5,6 +5,7 @@ import asyncio
 from contextlib import suppress
 from pathlib import Path
 
+from ballast.common.addresses import is_address
 from ballast.common.errors import ConfigError
 from ballast.common.wanted import Wanted
 from ballast.service.security import read_secret
@@ -50,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the address, a limit, the secret or the command is invalid.
     """
     host, _, port = args.listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not (is_address(args.listen) or (host and port == "0")):
         raise ConfigError("--listen", f"must be HOST:PORT, got {args.listen!r}")
     if not any(_PLACE in word for word in args.command):
         raise ConfigError("COMMAND", f"has no {_PLACE}: it would always do the same")
     if not 0 <= args.least <= args.most:
         raise ConfigError("--least", f"must be between 0 and --most, got {args.least} and {args.most}")
-    asyncio.run(_follow(args, host, int(port), read_secret(args.secret_file)))
+    asyncio.run(_follow(args, host.strip("[]"), int(port), read_secret(args.secret_file)))
     return 0
 
 

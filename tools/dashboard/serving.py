@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Generator
 
 import uvicorn
 
+from ballast.common.addresses import is_ipv6, join_address
 from ballast.common.errors import ConfigError
 from tools.dashboard.app import Dashboard, build_app
 
@@ -30,7 +31,11 @@ async def serving(dashboard: Dashboard, host: str, port: int, *, exact: bool = F
         ConfigError: no port is free.
     """
     listener = _listen(host, port, 1 if exact or port == 0 else _PORTS)
-    hosts = ["*"] if host in ("0.0.0.0", "::") else ["localhost", "127.0.0.1", "[::1]", host]
+    hosts = (
+        ["*"]
+        if host in ("0.0.0.0", "::")
+        else ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if is_ipv6(host) else host]
+    )
     config = uvicorn.Config(
         build_app(dashboard, hosts=hosts),
         log_config=None,
@@ -42,7 +47,7 @@ async def serving(dashboard: Dashboard, host: str, port: int, *, exact: bool = F
     task = asyncio.create_task(server.serve(sockets=[listener]), name="dashboard")
     try:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        yield f"http://{shown}:{listener.getsockname()[1]}/"
+        yield f"http://{join_address(shown, listener.getsockname()[1])}/"
     finally:
         server.should_exit = True
         await task
@@ -52,6 +57,6 @@ async def serving(dashboard: Dashboard, host: str, port: int, *, exact: bool = F
 def _listen(host: str, port: int, tries: int) -> socket.socket:
     for number in range(port, port + tries):
         with contextlib.suppress(OSError):
-            return socket.create_server((host, number))
+            return socket.create_server((host, number), family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET)
     last = f" to {port + tries - 1}" if tries > 1 else ""
     raise ConfigError("--dashboard-port", f"cannot listen on {host}:{port}{last} (in use?)")

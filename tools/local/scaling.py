@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from ballast.client import AsyncClient
+from ballast.common.addresses import join_address
 from ballast.common.errors import BallastError, InvalidRequest, Unauthenticated
 from ballast.common.wanted import SIGNATURE, Wanted, verify
 from tools.local.cluster import LocalCluster, ServiceProcess
@@ -40,7 +41,7 @@ async def hearing(
 
     server = await asyncio.start_server(serve, host, port)
     async with server:
-        yield f"http://{host}:{server.sockets[0].getsockname()[1]}/"
+        yield f"http://{join_address(host, server.sockets[0].getsockname()[1])}/"
 
 
 async def _answer(reader: asyncio.StreamReader, secret: bytes, take: Callable[[Wanted], None]) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from ballast.common.addresses import split_address
 from ballast.common.errors import InvalidRequest, Unauthenticated
 from ballast.common.wanted import SIGNATURE, Wanted, sign, verify
 from services.planner.shell.webhook import Webhook, post
+from tests.support.network import needs_ipv6
 from tools.local.scaling import hearing
 
 SECRET = b"0123456789abcdef"
@@ -111,11 +113,12 @@ def test_a_planner_that_leads_again_sends_its_number() -> None:
     assert [count for _, count in receiver.heard] == [1, 1]
 
 
-def test_only_a_receiver_with_the_secret_accepts_the_number_over_http() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_only_a_receiver_with_the_secret_accepts_the_number_over_http(host: str) -> None:
     heard: list[Wanted] = []
 
     async def story() -> None:
-        async with hearing(SECRET, heard.append) as url:
+        async with hearing(SECRET, heard.append, host) as url:
             hook = Webhook(url, SECRET, every_s=0.0)
             hook.offer(wanted(5, "why"))
             await told(hook, None, 0.3)
@@ -123,7 +126,7 @@ def test_only_a_receiver_with_the_secret_accepts_the_number_over_http() -> None:
             for secret, sent in ((b"x" * 16, body), (SECRET, b"{}")):
                 with pytest.raises(OSError, match=r"HTTP Error 40[01]"):
                     await post(url, sent, sign(secret, sent, time.time()))
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].strip("/")))
+            reader, writer = await asyncio.open_connection(host, split_address(url.split("/")[2])[1])
             writer.write(f"POST / HTTP/1.1\r\ncontent-length: 99999999\r\n{SIGNATURE}: t=1\r\n\r\n".encode())
             assert (await reader.readline()).startswith(b"HTTP/1.1 413")
             writer.close()
