@@ -238,6 +238,7 @@ def _of_worker() -> CollectorRegistry:
         lambda: StageTimes(busy_s=0, idle_s=0, network_s=0, send_s=0, steps=0),
         MigrationTotals(),
     )
+    registry.register(worker_metrics.LinkCollector(lambda: {"": 0}))
     return registry
 
 

@@ -121,6 +121,16 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tm
         assert [url for url in fetched if "//" in url] == [], file
 
 
+def test_the_page_of_metrics_has_each_metric_that_the_code_defines() -> None:
+    sources = "\n".join(
+        path.read_text() for folder in ("ballast", "services") for path in (ROOT / folder).rglob("*.py")
+    )
+    defined = r"(?:Family|Counter|Gauge|Histogram)\(\s*\"(ballast_[a-z0-9_]+)\""
+    names, page = set(re.findall(defined, sources)), (DOCS / "metrics.md").read_text()
+    assert len(names) > 60
+    assert [name for name in names if f"`{name}`" not in page and f"`{name}_total`" not in page] == []
+
+
 def test_messages_on_the_troubleshooting_page_occur_in_the_code() -> None:
     sources = "\n".join(
         path.read_text() for folder in ("ballast", "services", "tools") for path in (ROOT / folder).rglob("*.py")
