@@ -121,10 +121,12 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tm
         assert [url for url in fetched if "//" in url] == [], file
 
 
+def _code(*folders: str) -> str:
+    return "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
 def test_the_page_of_metrics_has_each_metric_that_the_code_defines() -> None:
-    sources = "\n".join(
-        path.read_text() for folder in ("ballast", "services") for path in (ROOT / folder).rglob("*.py")
-    )
+    sources = _code("ballast", "services")
     defined = r"(?:Family|Counter|Gauge|Histogram)\(\s*\"(ballast_[a-z0-9_]+)\""
     names, page = set(re.findall(defined, sources)), (DOCS / "metrics.md").read_text()
     assert len(names) > 60
@@ -132,9 +134,7 @@ def test_the_page_of_metrics_has_each_metric_that_the_code_defines() -> None:
 
 
 def test_messages_on_the_troubleshooting_page_occur_in_the_code() -> None:
-    sources = "\n".join(
-        path.read_text() for folder in ("ballast", "services", "tools") for path in (ROOT / folder).rglob("*.py")
-    )
+    sources = _code("ballast", "services", "tools")
     told = [row.split("|")[1] for row in (DOCS / "troubleshoot.md").read_text().splitlines() if row.startswith("| `")]
     for message in [quoted for cell in told for quoted in re.findall(r"`([^`]+)`", cell)]:
         parts = [part.strip() for part in re.split(r"\.\.\.|\b[A-Z]\b|127\.0\.0\.1:\d+|rich: pip.*", message)]
