@@ -246,7 +246,7 @@ class Runner:
         line_id = f"batch_req_{secrets.token_hex(12)}"
         status, request_id, body, why = 0, "", None, ""
         try:
-            request = request_of(await asyncio.to_thread(self._read, batch.input_file_id, line))
+            request = request_of(await asyncio.to_thread(self._read, batch.input_file_id, line), batch.owner)
             async with asyncio.timeout(self._rules.line_timeout_s):
                 answer = await self._gateways.ask(batch.url, request)
             status, request_id, body = answer.status, answer.request_id, answer.body
