@@ -138,7 +138,8 @@ class Runner:
             await self._read_lines()
             self._send(tasks)
             self._show()
-            next_s = self._queue.next_s()
+            # Without a free slot no line can be sent, and the end of a call or of a save wakes this loop.
+            next_s = self._queue.next_s() if self._outstanding < self._rules.in_flight else None
             wait_s = _TICK_S if next_s is None else min(_TICK_S, max(0.0, next_s - _monotonic_s()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -245,7 +246,7 @@ class Runner:
         line_id = f"batch_req_{secrets.token_hex(12)}"
         status, request_id, body, why = 0, "", None, ""
         try:
-            request = request_of(await asyncio.to_thread(self._read, batch.input_file_id, line))
+            request = request_of(await asyncio.to_thread(self._read, batch.input_file_id, line), batch.owner)
             async with asyncio.timeout(self._rules.line_timeout_s):
                 answer = await self._gateways.ask(batch.url, request)
             status, request_id, body = answer.status, answer.request_id, answer.body

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final, NoReturn, cast
 
 from services.jobs.core.batch import BatchState, Problem
@@ -108,10 +109,17 @@ def parse(raw: bytes) -> dict[str, object]:
     return cast(dict[str, object], given)
 
 
-def request_of(raw: bytes) -> bytes:
-    """Return the body of the request for a line: the line's `body`, with the priority class batch."""
+def request_of(raw: bytes, owner: str) -> bytes:
+    """Return the body of the request for a line: the line's `body`, with the priority class batch and, if there is an
+    owner, a `cache_salt` of its own. All lines are sent with the same token, so lines of different owners would share
+    KV without it. A salt of the line separates it from the owner's other lines.
+    """
     body = dict(cast(Mapping[str, object], parse(raw)["body"]))
     body.pop("service_tier", None)
+    salt = body.get("cache_salt")
+    if owner and (salt is None or isinstance(salt, str)):  # a gateway refuses any other type
+        salted = f"{owner}\0{salt or ''}".encode(errors="surrogatepass")
+        body["cache_salt"] = blake2b(salted, digest_size=16).hexdigest()
     return json.dumps({**body, "priority": "batch"}).encode()
 
 

@@ -315,6 +315,36 @@ def test_keys_share_the_calls_in_flight_which_stay_within_their_limit(tmp_path: 
     asyncio.run(check())
 
 
+def test_a_line_due_for_a_retry_does_not_make_the_runner_spin_while_no_slot_is_free(tmp_path: Path) -> None:
+    class Stuck(ScriptedGateway):
+        async def ask(self, url: str, body: bytes) -> GatewayAnswer:
+            self.asked["all"] += 1
+            if self.asked["all"] == 1:
+                return GatewayAnswer(503, "r", 0.01, {"error": {}})
+            await asyncio.sleep(60.0)
+            raise AssertionError("the call is cancelled before")
+
+    async def check() -> None:
+        store, gateway = stored(tmp_path, count=2), Stuck()
+        async with running(store, gateway, replace(RULES, in_flight=1)) as runner:
+            await soon(lambda: gateway.asked["all"] == 2)
+            await asyncio.sleep(0.05)  # the first line may be sent again
+            reads = 0
+            read_lines = runner._read_lines
+
+            async def counted() -> None:
+                nonlocal reads
+                reads += 1
+                await read_lines()
+
+            runner._read_lines = counted
+            await asyncio.sleep(0.3)
+            assert reads < 5
+        store.close()
+
+    asyncio.run(check())
+
+
 def test_old_files_and_batches_are_deleted_and_files_in_use_are_not(tmp_path: Path) -> None:
     async def check() -> None:
         store = Store(tmp_path, 1)

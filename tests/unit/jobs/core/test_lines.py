@@ -74,7 +74,21 @@ def test_ids_are_unique_and_lines_are_bounded() -> None:
 
 def test_a_line_is_sent_with_class_batch_and_otherwise_unchanged() -> None:
     body = {"model": "m", "service_tier": "priority", "priority": "interactive", "extra": {"é": [1, None]}}
-    assert json.loads(request_of(line(body=body))) == {"model": "m", "priority": "batch", "extra": {"é": [1, None]}}
+    sent = {"model": "m", "priority": "batch", "extra": {"é": [1, None]}}
+    assert json.loads(request_of(line(body=body), "")) == sent
+    assert json.loads(request_of(line(body={**body, "cache_salt": "s"}), "")) == {**sent, "cache_salt": "s"}
+
+
+def test_lines_of_different_owners_share_no_kv() -> None:
+    def salt(owner: str, **given: object) -> object:
+        return json.loads(request_of(line(body={"model": "m", **given}), owner))["cache_salt"]
+
+    assert salt("alice") == salt("alice", cache_salt=None) == salt("alice", cache_salt="")
+    salts = [salt(owner, **given) for owner in ("alice", "bob") for given in ({}, {"cache_salt": "s"})]
+    salts.append(salt("bob", cache_salt=salt("alice")))  # a salt that imitates another owner's
+    assert len(set(salts)) == 5
+    assert salt("alice", cache_salt="\ud800") not in salts
+    assert salt("alice", cache_salt=0) == 0, "the gateway refuses it"
 
 
 def test_results_have_openais_form() -> None:
