@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ballast.common.errors import BallastError, NotFound, NotPossible, Unavailable
+from ballast.common.sampling import PriorityClass
 from ballast.service.failures import Failure, invalid
 from ballast.service.http_client import BrokenCall, HttpClient
 from ballast.service.http_forward import ClientGone, forward
@@ -191,11 +192,13 @@ class Desk:
     async def live(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    def owner_of(self, request: Request) -> str:
-        """Name of the caller's token; "" if tokens are not required.
+    def owner_of(self, request: Request, *, for_new: bool) -> str:
+        """Name of the caller's token; "" if tokens are not required. `for_new`: the request makes a batch or a file,
+        for which the token must permit the class batch. Others are permitted, so that a token whose classes have
+        changed can still fetch and delete what it has.
 
         Raises:
-            Failure: tokens are required, and the caller has no valid one.
+            Failure: tokens are required, and the caller has no valid one, or none for the class batch.
         """
         if self._book is None:
             return ""
@@ -204,6 +207,9 @@ class Desk:
         if token is None:
             why = "a valid token is needed, as Authorization: Bearer TOKEN (the API key of OpenAI's clients)"
             raise Failure(401, "invalid_request_error", "invalid_api_key", why, headers={"www-authenticate": "Bearer"})
+        if for_new and PriorityClass.BATCH not in token.classes:
+            why = f"the token {token.name} may use the classes {', '.join(sorted(token.classes))}, but not batch"
+            raise Failure(403, "invalid_request_error", "permission_denied", why)
         return token.name
 
 
@@ -250,7 +256,8 @@ class _JobsEndpoint:
             runner = self._desk.runner
             if runner is None:
                 return await self._hand_on(request, scope, receive, send)
-            answer = await self._act(request, runner, self._desk.owner_of(request))
+            owner = self._desk.owner_of(request, for_new=self._act in (self._desk.create, self._desk.upload))
+            answer = await self._act(request, runner, owner)
         except (ClientGone, ClientDisconnect):
             return None
         except Exception as error:  # noqa: BLE001 - every failure becomes a response here

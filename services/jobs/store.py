@@ -141,16 +141,19 @@ class Store:
         return _meta(self._db, "now_s")
 
     def _take_over(self) -> None:
-        seen = _meta(self._db, "epoch")
-        if seen > self._epoch:
-            raise Fenced(f"the folder was taken over by a process with token {seen:.0f}, this one has {self._epoch}")
+        """Take the folder over and remove files without a row and rows without a file, in one transaction, so that no
+        later process takes over in between.
+        """
         with self._transaction("take over", of_ours=False):
+            seen = _meta(self._db, "epoch")
+            if seen > self._epoch:
+                why = f"the folder was taken over by a process with token {seen:.0f}, this one has {self._epoch}"
+                raise Fenced(why)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (self._epoch,))
-        rows = {str(row[0]) for row in self._db.execute("SELECT id FROM files")}
-        there = {path.name for path in self._files.iterdir()}
-        for name in there - rows:
-            (self._files / name).unlink(missing_ok=True)
-        with self._transaction("forget files that are gone"):
+            rows = {str(row[0]) for row in self._db.execute("SELECT id FROM files")}
+            there = {path.name for path in self._files.iterdir()}
+            for name in there - rows:
+                (self._files / name).unlink(missing_ok=True)
             self._db.executemany("DELETE FROM files WHERE id = ?", [(one,) for one in rows - there])
 
     @contextlib.contextmanager

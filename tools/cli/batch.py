@@ -99,6 +99,8 @@ def run_submit(args: argparse.Namespace) -> int:
     if args.out is not None and not args.wait:
         raise InvalidRequest("--out", "is for --wait; `ballast batch results` fetches results later")
     gateway = Gateway(args.url)
+    if args.file.exists() and not args.file.is_file():
+        raise InvalidRequest(str(args.file), "must be a regular file, because its size is sent first")
     with args.file.open("rb") as file:
         endpoint = _endpoint_of(file, args.file)
         uploaded = gateway.upload(file, args.file.name)
@@ -278,7 +280,7 @@ class Gateway:
             f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
             f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{safe}"\r\n'
             "Content-Type: application/jsonl\r\n\r\n"
-        ).encode()
+        ).encode(errors="replace")  # a file name need not be UTF-8
         tail = f"\r\n--{boundary}--\r\n".encode()
         length = len(head) + os.fstat(file.fileno()).st_size + len(tail)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Generator
@@ -83,6 +84,16 @@ def test_wrong_arguments_of_batch_are_usage_errors(
     assert "--wait" in capsys.readouterr().err
     for url in ("http://[bad/v1", "http://h:port/v1", "http:///v1", "h:1"):
         assert main(["batch", "list", "--url", url]) == 2
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["batch", "submit", str(tmp_path / "pipe"), "--url", "http://127.0.0.1:1"]) == 2
+    assert "must be a regular file" in capsys.readouterr().err
     monkeypatch.setenv("BALLAST_CA_FILE", str(file))
     assert main(["batch", "list"]) == 2
     assert "in.jsonl" in capsys.readouterr().err
+
+
+def test_a_file_whose_name_is_not_utf8_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / os.fsdecode(b"\xff.jsonl")
+    file.write_text('{"url": "/v1/completions"}\n')
+    assert main(["batch", "submit", str(file), "--url", "http://127.0.0.1:1/v1"]) == 1
+    assert "refused" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ballast.common.errors import Unavailable
+from ballast.common.sampling import PriorityClass
 from ballast.service.http_client import HttpClient
 from ballast.service.http_server import HttpServer
 from ballast.service.metrics import REGISTRY
@@ -271,6 +272,22 @@ def test_a_key_sees_only_its_own_batches_and_files(tmp_path: Path) -> None:
                 assert (await service.ask("GET", f"/v1/{path}"))[1]["data"] == []
             service.token = f"{mine}x"
             assert (await service.ask("GET", "/v1/files"))[0] == 401
+
+    run(story())
+
+
+def test_a_key_without_the_class_batch_starts_no_batches(tmp_path: Path) -> None:
+    async def story() -> None:
+        tokens = tmp_path / "tokens"
+        online = add_token(tokens, "online", TokenRole.INFER, frozenset({PriorityClass.INTERACTIVE}))
+        async with serving(tmp_path / "jobs", book=TokenBook(tokens)) as service:
+            put_file(service.store, [line(0)], owner="online")
+            service.token = online
+            for status, said in (await service.upload(b"x"), await service.create("file-in")):
+                assert (status, said["error"]["code"]) == (403, "permission_denied")
+                assert "classes interactive, but not batch" in said["error"]["message"]
+            assert (await service.ask("GET", "/v1/batches"))[1]["data"] == []
+            assert (await service.ask("DELETE", "/v1/files/file-in"))[0] == 200, "of the time before"
 
     run(story())
 

@@ -127,7 +127,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
         async def check(folder: Path = folder, refuse: Callable[[str], None] = refuse) -> None:
             plain = stored(folder)
             plain.close()
-            store = Store(folder, 1, lambda what: None if what.endswith(("take over", "gone")) else refuse(what))
+            store = Store(folder, 1, lambda what: None if what.endswith("take over") else refuse(what))
             async with running(store, ScriptedGateway(3)) as runner:
                 done = await ended(runner)
                 assert not runner.is_full
@@ -185,6 +185,21 @@ def test_a_replaced_process_writes_nothing(tmp_path: Path) -> None:
         assert Store.last_epoch(tmp_path) == 2
 
     asyncio.run(check())
+
+
+def test_a_take_over_does_not_undo_a_later_one(tmp_path: Path) -> None:
+    later = list[Store]()
+
+    def take_over_first(what: str) -> None:
+        if what == "take over":
+            later.append(Store(tmp_path, 6))
+            put_file(later[0], [line(0)])
+
+    with pytest.raises(Fenced, match="token 6"):
+        Store(tmp_path, 5, take_over_first)
+    assert Store.last_epoch(tmp_path) == 6
+    later[0].add_batch(batch())
+    later[0].close()
 
 
 def test_the_process_that_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
