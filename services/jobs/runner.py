@@ -311,6 +311,8 @@ class Runner:
     # ------------------------------------------------------------------------------------------ begin and end
 
     async def _check(self, batch: JobBatch) -> None:
+        if self._batches[batch.id].state is not BatchState.VALIDATING:  # cancelled or expired after a failed attempt
+            return
         checker = Checker(batch.url, max_lines=self._rules.max_lines, max_line_bytes=self._rules.max_line_bytes)
         try:
             await asyncio.to_thread(self._read_all, batch.input_file_id, checker)

@@ -120,7 +120,11 @@ def request_of(raw: bytes, owner: str) -> bytes:
     if owner and (salt is None or isinstance(salt, str)):  # a gateway refuses any other type
         salted = f"{owner}\0{salt or ''}".encode(errors="surrogatepass")
         body["cache_salt"] = blake2b(salted, digest_size=16).hexdigest()
-    return json.dumps({**body, "priority": "batch"}).encode()
+    body["priority"] = "batch"
+    try:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()  # about as long as the line
+    except UnicodeEncodeError:  # an unpaired surrogate, which UTF-8 cannot express
+        return json.dumps(body).encode()
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: object) -> str:

@@ -300,6 +300,23 @@ def test_a_bad_file_fails_its_batch_with_the_lines_number(tmp_path: Path) -> Non
     asyncio.run(check())
 
 
+def test_a_batch_whose_file_cannot_be_read_expires_nevertheless(tmp_path: Path) -> None:
+    now_s = START_S
+
+    async def check() -> None:
+        nonlocal now_s
+        store = stored(tmp_path, count=1)
+        store.path("file-in").unlink()
+        store.path("file-in").mkdir()  # reading fails, but not because the file is missing
+        async with running(store, ScriptedGateway(), now_s=lambda: now_s) as runner:
+            await asyncio.sleep(0.1)
+            now_s += 1e6
+            assert (await ended(runner)).state is BatchState.EXPIRED
+        store.close()
+
+    asyncio.run(check())
+
+
 def test_keys_share_the_calls_in_flight_which_stay_within_their_limit(tmp_path: Path) -> None:
     class Counting(ScriptedGateway):
         now, most = 0, 0

@@ -91,6 +91,13 @@ def test_lines_of_different_owners_share_no_kv() -> None:
     assert salt("alice", cache_salt=0) == 0, "the gateway refuses it"
 
 
+def test_a_line_is_not_sent_longer_than_it_is() -> None:
+    raw = b'{"body":{"messages":"%s"}}' % ("\u4e2d" * 1000).encode()
+    assert len(request_of(raw, "")) <= len(raw) + len(',"priority":"batch"')
+    half = {"messages": "\u4e2d\ud800"}
+    assert json.loads(request_of(line(body=half), "")) == {**half, "priority": "batch"}
+
+
 def test_results_have_openais_form() -> None:
     given = answered("id", "a", 400, "req", {"error": {"message": "no\nyes"}})
     assert "\n" not in given
