@@ -99,7 +99,7 @@ def completion_logprobs(
         offsets.append(first_offset)
         first_offset += len(_text(position.chosen))
     values = [_value(position.chosen) for position in positions]
-    top = [{_key(other): _value(other) for other in (*position.top, position.chosen)} for position in positions]
+    top = [{_text(other): _value(other) for other in (*position.top, position.chosen)} for position in positions]
     known = 1 if prompt else 0
     found: dict[str, object] = {
         "tokens": [_text(position.chosen) for position in positions],
@@ -135,14 +135,6 @@ def _entry(token: TokenLogprob) -> dict[str, object]:
 
 def _text(token: TokenLogprob) -> str:
     return token.token.decode(errors="replace")
-
-
-def _key(token: TokenLogprob) -> str:
-    """Return the token's text, or its bytes as OpenAI writes them if it is only a part of a character."""
-    try:
-        return token.token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token)
 
 
 def _value(token: TokenLogprob) -> float:

@@ -26,7 +26,7 @@ from services.gateway.openai.responses import ResponsesRequest
 from services.gateway.openai.sampling import priority_of
 from services.gateway.openai.structure import form_of
 from services.gateway.openai.tools import tool_use_of
-from services.gateway.openai.writing import completion_logprobs, encoded
+from services.gateway.openai.writing import encoded
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
@@ -225,12 +225,6 @@ def test_offsets_in_a_stream_equal_those_of_a_whole_answer_although_its_text_lag
         event = stream.chunk(0, GenerationChunk(request_id="a", text=text, **part))
         streamed += offsets(json.loads(event[6:])["choices"][0])
     assert streamed == offsets(whole["choices"][0]) == [0, 2, 4]
-
-
-def test_alternatives_that_are_parts_of_characters_stay_apart() -> None:
-    halves = tuple(TokenLogprob(token_id, -1.0, bytes([0xE2, 0x90 + token_id])) for token_id in range(3))
-    found, _ = completion_logprobs([Logprobs(halves[0], halves[1:])], 0)
-    assert found["top_logprobs"] == [{rf"bytes:\xe2\x9{token_id}": -1.0 for token_id in (1, 2, 0)}]
 
 
 def test_a_lone_surrogate_of_a_call_does_not_break_the_answer() -> None:
