@@ -479,12 +479,14 @@ class AnthropicAnswer(HttpAnswer):
 
 
 class ResponsesAnswer(HttpAnswer):
-    """`HttpAnswer` that ends a stream of /v1/responses with an event of type `error`."""
+    """`HttpAnswer` that ends a failed stream of /v1/responses with an event of type `error`. The event also has the
+    object `error`, because OpenAI's SDK raises an exception only for that.
+    """
 
     def _failure_event(self, failure: Failure) -> bytes:
         error = cast(Mapping[str, object], failure.body()["error"])
-        told = {name: error.get(name) for name in ("code", "message", "param")}
-        return event({"type": "error", **told}, "error")
+        fields = {name: error.get(name) for name in ("code", "message", "param")}
+        return event({"type": "error", **fields, "error": error}, "error")
 
 
 _ANSWERS: Mapping[str, type[HttpAnswer]] = {"msg": AnthropicAnswer, "resp": ResponsesAnswer}  # by kind of call

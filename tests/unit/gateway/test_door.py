@@ -292,6 +292,7 @@ async def test_failures_are_reported_before_and_after_the_first_byte() -> None:
     await parts.serve(client, late, "resp")
     kind, _, data = client.body.decode().split("\n\n")[-2].partition("\ndata: ")
     assert (kind, json.loads(data)["type"], json.loads(data)["code"]) == ("event: error", "error", "overloaded")
+    assert json.loads(data)["error"]["code"] == "overloaded", "for this OpenAI's SDK raises an exception"
 
 
 async def test_the_caller_is_authenticated_before_a_large_body_is_read() -> None:
